@@ -3,7 +3,8 @@
     bitsandbytes, 4 bits  X.weight uint8, .absmax, .quant_map, .quant_state.bitsandbytes__nf4 (JSON), .nested_…
     bitsandbytes, 8 bits  X.weight int8, X.SCB float32, a scale a row
     DeepSeek's fp8        X.weight E4M3, X.weight_scale_inv float32, a scale for 128 x 128
-    MXFP4                 X_blocks uint8, X_scales uint8, for 32 elements along the last dimension
+    MXFP4                 X_blocks uint8, X_scales uint8, for 32 elements along the last dimension, or of gpt-oss's
+                          experts along the last but one, which files have last
 
 Sizes and scales are checked before anything is written. Codes go from the file to the home; nothing is decoded.
 """
@@ -81,9 +82,13 @@ class QuantisedTensor:
         way = f"manage the model with frozen={self.coding.format!r}"
         if weight is None:
             return [f"{name} is quantised in the files, as {self.coding.format}, and not in the model: {way}"]
-        if tuple(weight.managed.shape) != self.shape:
+        if weight.coding.format == "mxfp4-transposed" and self.coding.format == "mxfp4":
+            of_model = *self.shape[:-2], self.shape[-1], self.shape[-2]  # whose codes lie in the same order
+        else:
+            of_model = self.shape
+        if tuple(weight.managed.shape) != of_model:
             return [f"{name} has the shape {self.shape} in the files, and {tuple(weight.managed.shape)} in the model"]
-        if weight.coding != self.coding:
+        if weight.coding.public_format != self.coding.format or weight.coding.format == "int8-torchao":
             return [f"{name} is {self.coding.format} in the files and {weight.coding.format} in the model: {way}"]
         return []
 

@@ -64,6 +64,9 @@ __device__ inline float e2m1(u32 code) {
     return __uint_as_float(bits | (code & 8) << 28);
 }
 
+// A scale of mxfp4: as a float32, 2 ** -127 has no exponent.
+__device__ inline float e8m0(u32 exponent) { return __uint_as_float(exponent == 0 ? 1 << 22 : exponent << 23); }
+
 // E4M3FN, exponent bias 7. As the bits of a float32 the exponent is short by 120; multiplying is exact.
 __device__ inline float e4m3(u32 code) {
     u32 magnitude = __float_as_uint(__uint_as_float((code & 0x7F) << 20) * __uint_as_float((127 + 120) << 23));
@@ -125,8 +128,7 @@ struct nested {
 struct mxfp4 {
     static __device__ inline void decode(const Weight& w, i64 at, int count, float (&x)[GROUP]) {
         u64 codes = load_codes(w.codes + at / 2, (count + 1) / 2);
-        u32 exponent = __ldcs(w.scales + at / MX_BLOCK);
-        float s = __uint_as_float(exponent == 0 ? 1 << 22 : exponent << 23);
+        float s = e8m0(__ldcs(w.scales + at / MX_BLOCK));
 #pragma unroll
         for (int i = 0; i < GROUP; i++) x[i] = e2m1((u32)(codes >> 4 * i & 15)) * s;
     }
@@ -182,6 +184,37 @@ __device__ inline void dequantise(i64 numel, const Weight& weight, typename To::
         write_group<To>(to + at, count, x);
     }
 }
+
+// mxfp4 of whole matrices whose blocks run along rows of the weight. A warp has 32 rows, those of a block, of 8 columns:
+// it reads 16 bytes of codes and a scale for each column, and its neighbour writes beside it.
+template <class To>
+__device__ inline void dequantise_transposed(i64 numel, const Weight& w, typename To::Bits* to) {
+    i64 groups = (w.columns + GROUP - 1) / GROUP, blocks = w.rows / MX_BLOCK;
+    i64 all = numel / w.columns * groups;
+    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < all; i += (i64)gridDim.x * THREADS) {
+        i64 tile = i / MX_BLOCK, column = tile % groups * GROUP, block = tile / groups;
+        i64 matrix = block / blocks, row = block % blocks * MX_BLOCK + i % MX_BLOCK;
+        int count = (int)min((i64)GROUP, w.columns - column);
+        float x[GROUP] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll
+        for (int k = 0; k < GROUP; k++) {
+            if (k >= count) break;
+            i64 at = (matrix * w.columns + column + k) * w.rows + row;
+            x[k] = e2m1(w.codes[at / 2] >> 4 * (at & 1) & 15) * e8m0(w.scales[at / MX_BLOCK]);
+        }
+        write_group<To>(to + (matrix * w.rows + row) * w.columns + column, count, x);
+    }
+}
+
+#define TRANSPOSED(To)                                                                                                 \
+    KERNEL dequantise_transposed_##To(i64 numel, i64 first, i64 rows, i64 columns, const u8* codes, const u8* scales,  \
+                                      const float* levels, To::Bits* to) {                                             \
+        dequantise_transposed<To>(numel, {first, rows, columns, codes, scales, levels}, to);                           \
+    }
+
+TRANSPOSED(f32)
+TRANSPOSED(bf16)
+TRANSPOSED(f16)
 
 #define DEQUANTISE(Format, To)                                                                                         \
     KERNEL dequantise_##Format##_##To(i64 numel, i64 first, i64 rows, i64 columns, const u8* codes, const u8* scales,  \

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hetmem.cuda.backend import GROUP_ELEMENTS, NAMES, Backend, blocks_for, check_flat, stream_for
-from hetmem.schedule.formats import FP8_TILE, MX_BLOCK, NESTED_BLOCK, NF4_BLOCK, PIECE_ELEMENTS, Coding
+from hetmem.schedule.formats import FP8_TILE, MX_BLOCK, NESTED_BLOCK, NF4_BLOCK, Coding
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -31,6 +31,7 @@ _KERNELS = {
     "nf4": "nf4",
     "nf4-nested": "nested",
     "mxfp4": "mxfp4",
+    "mxfp4-transposed": "transposed",
     "fp8": "fp8",
     "int8": "int8",
     "int8-torchao": "scaled",
@@ -60,7 +61,7 @@ def dequantise(
 ) -> None:
     """Decode elements [first, first + target.numel()) of a weight to `target`: float32, bfloat16 or float16.
 
-    `coded`: the bytes of the whole weight, at a multiple of 16. `first`: a multiple of `PIECE_ELEMENTS`.
+    `coded`: the bytes of the whole weight, at a multiple of 16. `first`: a multiple of `Coding.unit`.
     """
     codes, scales, nested = parts_of(coding, coded, first, target.numel())
     dequantise_parts(backend, coding, codes, scales, nested, target, first, stream=stream)
@@ -93,10 +94,8 @@ def dequantise_parts(
     """Decode as `dequantise` does, from parts that may lie in different places: bytes of codes from that of element
     `first` on, of scales from the number `Coding.scales_before` on, and all of `nested`."""
     numel = target.numel()
-    if first % PIECE_ELEMENTS or not 0 <= first <= first + numel <= coding.numel:
-        raise ValueError(
-            f"first: expected a multiple of {PIECE_ELEMENTS} in {coding}, got {first} and {numel} elements"
-        )
+    if first % coding.unit or not 0 <= first <= first + numel <= coding.numel:
+        raise ValueError(f"first: expected a multiple of {coding.unit} in {coding}, got {first} and {numel} elements")
     check_flat(target, "target", list(NAMES), numel)
     addresses = []
     for part, what in ((codes, "codes"), (scales, "scales"), (nested, "nested")):
@@ -129,7 +128,7 @@ def torch_dequantise(
                 block, levels = index // NF4_BLOCK, nested.view(torch.float32)
                 units = nested_values().to(target.device)[scales.long()[here // NF4_BLOCK]]
                 found = units * levels[1 + block // NESTED_BLOCK] + levels[0]
-        case "mxfp4":
+        case "mxfp4" | "mxfp4-transposed":
             values = _table(E2M1, target)[_nibbles(codes, numel, high_first=False)]
             exponents = scales.int()[here // MX_BLOCK]
             found = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
@@ -143,6 +142,8 @@ def torch_dequantise(
             values = codes[:numel].view(torch.int8).float()
             found = scales.view(torch.float32)[index // coding.columns]
     product = values * found
+    if coding.format == "mxfp4-transposed":
+        product = product.view(-1, coding.columns, coding.rows).transpose(1, 2).flatten()
     target.copy_(product * INT8_UNIT if coding.format == "int8" else product)
 
 

@@ -311,7 +311,7 @@ class Moves:
         with self._turn:
             try:
                 for part, target in home.targets(slot):
-                    for piece in _pieces(part.coding.numel, CODED_PIECE_ELEMENTS):
+                    for piece in part.coding.parts(CODED_PIECE_ELEMENTS):
                         last = self._decode_piece(home, part, target[piece], piece.start, copying)
             finally:
                 if last is not None:

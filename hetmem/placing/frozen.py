@@ -10,7 +10,7 @@ import torch
 
 from hetmem.errors import ManageError
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.schedule.formats import FORMATS, Coding
+from hetmem.schedule.formats import FORMATS, MX_BLOCK, Coding
 
 Format = Literal["nf4", "nf4-nested", "mxfp4", "fp8", "int8"]
 """A format of quantised weights."""
@@ -39,6 +39,7 @@ def choose_codings(
     possible = {name: p for name, p in parameters.items() if _can_be_coded(p)}
     skipped = _tables(module) if isinstance(frozen, str) else set()
     found: dict[str, Coding] = {}
+    turned = _multiplied_along_rows(module)
     selected = {
         at for at, format_ in patterns.items() if format_ is None and any(fnmatchcase(n, at) for n in parameters)
     }
@@ -48,7 +49,8 @@ def choose_codings(
             continue
         selected.add(pattern)
         if (format_ := patterns[pattern]) is not None:
-            found[name] = Coding.of(format_, parameter.shape)
+            in_rows = format_ == "mxfp4" and id(parameter) in turned and parameter.shape[-2] % MX_BLOCK == 0
+            found[name] = Coding.of("mxfp4-transposed" if in_rows else format_, parameter.shape)
     for pattern in patterns:
         if pattern not in selected:
             what = f"frozen={frozen!r}" if isinstance(frozen, str) else f"the pattern {pattern!r} of frozen="
@@ -76,6 +78,13 @@ def _refuse(patterns: Any, frozen: Any) -> None:
 def _can_be_coded(parameter: torch.nn.Parameter) -> bool:
     wide = parameter.dim() >= 2 and parameter.numel() >= LEAST_ELEMENTS
     return wide and not parameter.requires_grad and parameter.dtype in _ENCODED
+
+
+def _multiplied_along_rows(module: torch.nn.Module) -> set[int]:
+    """Return the `id`s of stacked experts that transformers multiplies along their last dimension but one, as those of
+    gpt-oss, whose files have blocks along that."""
+    stacked = (part for part in module.modules() if getattr(part, "is_transposed", False) is True)
+    return {id(each) for part in stacked for each in part.parameters(recurse=False) if each.dim() == 3}
 
 
 def _tables(module: torch.nn.Module) -> set[int]:

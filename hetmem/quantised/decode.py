@@ -23,9 +23,9 @@ _Run = Callable[[Coding, Parts, int, torch.Tensor], None]
 
 def decode(coding: Coding, coded: torch.Tensor, target: torch.Tensor, first: int = 0) -> None:
     """Decode elements [first, first + target.numel()) of the weight with the bytes `coded` to the flat `target`, of
-    float32, bfloat16 or float16, on this thread. `first` is a multiple of `PIECE_ELEMENTS`."""
+    float32, bfloat16 or float16, on this thread. `first` is a multiple of `Coding.unit`."""
     numel = target.numel()
-    assert first % PIECE_ELEMENTS == 0, f"{first} is no multiple of {PIECE_ELEMENTS}"
+    assert first % coding.unit == 0, f"{first} is no multiple of {coding.unit}"
     assert first + numel <= coding.numel, f"{first + numel} of {coding.numel} elements"
     if numel:
         run = _verified(coding.format, target.dtype) or _by_torch
@@ -35,8 +35,7 @@ def decode(coding: Coding, coded: torch.Tensor, target: torch.Tensor, first: int
 def decode_tasks(coding: Coding, coded: torch.Tensor, target: torch.Tensor) -> list[Task]:
     """Return tasks that decode the whole weight, to be run once each, in any order, on any thread; they hold the
     memory."""
-    parts = range(0, target.numel(), _TASK_ELEMENTS)
-    return [partial(decode, coding, coded, target[at : at + _TASK_ELEMENTS], at) for at in parts]
+    return [partial(decode, coding, coded, target[part], part.start) for part in coding.parts(_TASK_ELEMENTS)]
 
 
 def decoder(name: str, dtype: torch.dtype) -> str:
@@ -56,6 +55,12 @@ def _by_loop(loop: Loop, tables: tuple[Any, ...], coding: Coding, parts: Parts, 
     match coding.format:
         case "nf4" | "mxfp4":
             loop(*tables, codes, scales, out)
+        case "mxfp4-transposed":
+            turned = torch.empty_like(to)
+            loop(*tables, codes, scales, as_array(turned))
+            with one_torch_thread():
+                shape = coding.columns, coding.rows
+                to.view(-1, *shape[::-1]).copy_(turned.view(-1, *shape).transpose(1, 2))
         case "nf4-nested":
             loop(first, *tables, codes, scales, nested.view(np.float32), out)
         case "fp8":
@@ -68,6 +73,7 @@ _LOOPS: dict[str, Loop] = {
     "nf4": loops.nf4,
     "nf4-nested": loops.nested,
     "mxfp4": loops.mxfp4,
+    "mxfp4-transposed": loops.mxfp4,
     "fp8": loops.fp8,
     "int8": loops.int8,
     "int8-torchao": loops.rows,
@@ -77,10 +83,12 @@ _LOOPS: dict[str, Loop] = {
 @cache
 def _verified(name: str, dtype: torch.dtype) -> _Run | None:
     """Return the compiled loop once it has given torch's bits, or None if torch must decode."""
+    mxfp4 = (torch.tensor(E2M1, dtype=torch.float32, device="cpu"),)
     tables: dict[str, tuple[torch.Tensor, ...]] = {
         "nf4": (torch.tensor(NF4, dtype=torch.float32, device="cpu"),),
         "nf4-nested": (torch.tensor(NF4, dtype=torch.float32, device="cpu"), nested_values()),
-        "mxfp4": (torch.tensor(E2M1, dtype=torch.float32, device="cpu"),),
+        "mxfp4": mxfp4,
+        "mxfp4-transposed": mxfp4,
     }
     try:
         with compiling():
@@ -93,7 +101,7 @@ def _verified(name: str, dtype: torch.dtype) -> _Run | None:
 
 def _gives_torchs_bits(run: _Run, name: str, dtype: torch.dtype) -> bool:
     """Return whether `run` and torch decode one small weight alike."""
-    coding = Coding.of(name, (5, 131))
+    coding = Coding.of(name, (96, 7) if name == "mxfp4-transposed" else (5, 131))
     numbers = torch.arange(coding.nbytes, device="cpu")
     coded = (numbers * 73 % 251 % (0x7F if name == "fp8" else 256)).to(torch.uint8)
     for (start, nbytes), at_least in ((coding.scales_span, 0.25), (coding.nested_span, 0.5)):

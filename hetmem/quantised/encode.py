@@ -44,6 +44,9 @@ def encode(
         run(_by_rows(coding, values, codes, scales.view(torch.float32)))
         return
     kind, absmax, size = _nf4, scales, 4
+    if coding.format == "mxfp4-transposed":
+        run(_turned(coding, values, codes, scales))
+        return
     if coding.format == "mxfp4":
         kind, size = _mxfp4, 1
     elif coding.format == "nf4-nested":
@@ -57,6 +60,13 @@ def encode(
     run(tasks)
     if coding.nested:
         _alone(_nest, absmax.view(torch.float32), scales, nested.view(torch.float32))
+
+
+def _turned(coding: Coding, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> list[Task]:
+    """Return tasks that encode matrices with their dimensions exchanged, one each."""
+    matrices = values.view(coding.matrices, coding.rows, coding.columns).transpose(1, 2)
+    parts = zip(matrices, codes.chunk(coding.matrices), scales.chunk(coding.matrices), strict=True)
+    return [partial(_alone, _mxfp4_of_matrix, *part) for part in parts]
 
 
 def _by_rows(coding: Coding, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> list[Task]:
@@ -134,6 +144,10 @@ def _mxfp4(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
     found = found.flatten()
     found[values.numel() :] = 0
     _pack(found, codes, 0, 4)
+
+
+def _mxfp4_of_matrix(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    _mxfp4(values.flatten(), codes, scales)
 
 
 def _fp8(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

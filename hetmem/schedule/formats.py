@@ -8,6 +8,7 @@ Both begin at multiples of 16 bytes, as does the end. Arithmetic is in float32, 
     mxfp4       E2M1[c] * 2 ** (e - 127), e uint8 for 32 elements; the low nibble first (OCP MX 1.0)
     fp8         E4M3[c] * s, s float32 for 128 x 128 elements of a matrix (DeepSeek-V3, 2024)
     int8        (c * s) * float32(1 / 127), s float32 for a row (bitsandbytes)
+    mxfp4-transposed  mxfp4 of each matrix with its dimensions exchanged: of experts that are multiplied along rows
     int8-torchao  c * s, s float32 for a row: of weights that torchao has quantised, which keep these scales
 
 T and D are bitsandbytes' tables (see `hetmem.cuda.dequantise`). Blocks of nf4 and mxfp4 are of consecutive elements, so
@@ -17,7 +18,7 @@ the last one of a weight may be shorter.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,13 +26,13 @@ from hetmem.base.units import round_up
 
 FORMATS = ("nf4", "nf4-nested", "mxfp4", "fp8", "int8")
 """Those that users may choose."""
-ALL_FORMATS = (*FORMATS, "int8-torchao")
+ALL_FORMATS = (*FORMATS, "mxfp4-transposed", "int8-torchao")
 
 NF4_BLOCK, MX_BLOCK, NESTED_BLOCK, FP8_TILE = 64, 32, 256, 128
 """Elements of nf4, of mxfp4, scales of nf4-nested and rows or columns of fp8 that share a scale."""
 
 PIECE_ELEMENTS = 16384
-"""Weights are decoded in parts that begin at multiples of this: at whole bytes and blocks of every format."""
+"""Weights are decoded in parts that begin at multiples of this, at whole bytes and blocks; see `Coding.unit`."""
 
 CODED_PIECE_ELEMENTS = 1024 * PIECE_ELEMENTS
 """Elements that a GPU decodes at once: 8 to 16 MiB of codes."""
@@ -63,6 +64,8 @@ class Coding:
         assert name in ALL_FORMATS, name
         sizes = list(shape) or [1]
         columns = sizes.pop()
+        if name == "mxfp4-transposed":
+            return Coding(name, math.prod(sizes[:-1]), sizes[-1], columns)
         while columns < _ROW_AT_LEAST and sizes:
             columns *= sizes.pop()
         rows = sizes.pop() if sizes else 1
@@ -81,7 +84,18 @@ class Coding:
     @property
     def public_format(self) -> str:
         """The one of `FORMATS` with the same sizes."""
-        return self.format.removesuffix("-torchao")
+        return self.format.removesuffix("-torchao").removesuffix("-transposed")
+
+    @property
+    def unit(self) -> int:
+        """Elements are decoded in parts that begin at multiples of this."""
+        return self.rows * self.columns if self.format == "mxfp4-transposed" else PIECE_ELEMENTS
+
+    def parts(self, most: int) -> Iterator[slice]:
+        """Yield the weight in parts that can be decoded alone, of `most` elements, or of one `unit` if that is more."""
+        size = max(1, most // self.unit) * self.unit if self.numel else 1
+        for start in range(0, self.numel, size):
+            yield slice(start, min(start + size, self.numel))
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -92,7 +106,7 @@ class Coding:
     def scales(self) -> int:
         """How many scales there are, of the first level."""
         match self.format:
-            case "mxfp4":
+            case "mxfp4" | "mxfp4-transposed":
                 return -(-self.numel // MX_BLOCK)
             case "fp8":
                 return self.matrices * math.prod(self.grid)
@@ -105,7 +119,7 @@ class Coding:
         formats whose blocks are not runs of elements."""
         if self.bits == 8:
             return range(self.scales)
-        block = MX_BLOCK if self.format == "mxfp4" else NF4_BLOCK
+        block = MX_BLOCK if self.public_format == "mxfp4" else NF4_BLOCK
         return range(first // block, -(-(first + numel) // block))
 
     def codes_of(self, first: int, numel: int) -> range:
@@ -115,7 +129,7 @@ class Coding:
     @property
     def scale_bytes(self) -> int:
         """Bytes of a scale of the first level."""
-        return 1 if self.format in ("mxfp4", "nf4-nested") else 4
+        return 1 if self.public_format in ("mxfp4", "nf4-nested") else 4
 
     @property
     def nested(self) -> int:

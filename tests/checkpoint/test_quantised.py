@@ -226,3 +226,42 @@ def test_bad_files_change_nothing(what: str, tmp_path: Path) -> None:
         hetmem.load_weights(tmp_path / "bad.safetensors", model)
     for name, value in model.state_dict().items():
         harness.assert_same(before[name], value, name)
+
+
+@pytest.mark.nightly
+def test_experts_of_gpt_oss_are_taken_from_its_files_and_decoded_transposed(tmp_path: Path) -> None:
+    """Their blocks run along the dimension that the module multiplies, which its weights have last but one."""
+    transformers: Any = pytest.importorskip("transformers")
+    reference: Any = pytest.importorskip("transformers.integrations.mxfp4")
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 80}
+    config = transformers.GptOssConfig(**sizes, **heads, num_experts_per_tok=2, dtype=torch.bfloat16)
+
+    def base(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return transformers.GptOssForCausalLM(config).bfloat16().requires_grad_(False)
+
+    plain, model = base(1), base(2)
+    experts = {name for name, parameter in plain.named_parameters() if parameter.dim() == 3}
+    files: dict[str, torch.Tensor] = {}
+    found = plain.state_dict()
+    for name in experts:
+        rows = found[name].transpose(1, 2).contiguous()
+        codes = torch.randint(0, 256, (*rows.shape[:2], rows.shape[2] // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 122, codes.shape[:3], dtype=torch.uint8)
+        found[name] = reference.convert_moe_packed_tensors(codes, scales)
+        files |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+    plain.load_state_dict(found)
+    save_file(files | {n: v for n, v in plain.state_dict().items() if n not in experts}, tmp_path / "gpt.safetensors")
+    room = hetmem.Budget(device="8MiB", device_chunks="512KiB", host="8MiB")
+    hetmem.manage(model, room, device="sim", frozen={"*.experts.*_proj": "mxfp4"}, chunk_bytes="64KiB")
+    hetmem.load_weights(tmp_path / "gpt.safetensors", model)
+    assert len(experts) == 2
+    harness.assert_same_weights(plain, model)
+    tokens = torch.arange(12).view(2, 6)
+    harness.assert_same(plain(tokens).logits, model(tokens).logits, "the logits")
+    hetmem.save(tmp_path / "own.safetensors", model)
+    again = base(3)
+    hetmem.manage(again, room, device="sim", frozen={"*.experts.*_proj": "mxfp4"}, chunk_bytes="64KiB")
+    hetmem.load(tmp_path / "own.safetensors", again)
+    harness.assert_same_weights(plain, again)

