@@ -60,6 +60,47 @@ def cast(
         backend.launch("cast.cu", kernel, grid, (np.int64(numel), *addresses), stream_for(stream, source, destination))
 
 
+# ---- Rows of a table. ----
+
+GATHERS = CASTS | {(dtype, dtype) for dtype in NAMES}
+
+
+def gather_rows(
+    backend: Backend,
+    table: torch.Tensor,
+    indices: torch.Tensor,
+    destination: torch.Tensor,
+    *,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Copy the rows of `table` (rows, width) that `indices` (n), of int64, name to `destination` (n, width), cast as by
+    `cast`. An index that the table does not have fills its row with NaN and reads nothing: a launcher cannot look at
+    indices without waiting for the device."""
+    if (table.dtype, destination.dtype) not in GATHERS:
+        raise ValueError(f"gather_rows: no kernel for {table.dtype} to {destination.dtype}")
+    if table.dim() != 2 or indices.dim() != 1 or destination.shape != (indices.numel(), table.shape[1]):
+        raise ValueError(
+            f"gather_rows: expected a table (rows, width), indices (n) and a destination (n, width), got "
+            f"{tuple(table.shape)}, {tuple(indices.shape)} and {tuple(destination.shape)}"
+        )
+    tensors = (table, "table", [table.dtype]), (indices, "indices", [torch.int64])
+    addresses = []
+    for tensor, what, dtypes in (*tensors, (destination, "destination", [destination.dtype])):
+        check_flat(tensor.view(-1), what, dtypes, 0)
+        addresses.append(backend.address(tensor, what))
+    (rows, width), count = table.shape, indices.numel()
+    if not backend.native:
+        with torch.cuda.stream(stream):
+            known = (indices >= 0) & (indices < rows)
+            found = table[torch.where(known, indices, 0)] if rows else table.new_zeros(count, width)
+            destination.copy_(torch.where(known.unsqueeze(1), found, torch.nan))
+    elif count and width:
+        kernel = f"gather_{NAMES[table.dtype]}_{NAMES[destination.dtype]}"
+        grid = blocks_for(count * -(-width // GROUP_ELEMENTS))
+        sizes = np.int64(rows), np.int64(width), np.int64(count)
+        backend.launch("gather.cu", kernel, grid, (*sizes, *addresses), stream_for(stream, destination, indices))
+
+
 # ---- AdamW. ----
 
 SCALARS = ("sign", "decay", "lerp", "beta2", "square", "bias", "eps", "negative_step")

@@ -15,6 +15,7 @@ import torch
 from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import get_data, hands_out, is_in_place, set_data, works_for
+from hetmem.engine.rows import EmbeddingRows
 from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.engine.write_check import refused_data, refused_write
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
@@ -92,7 +93,10 @@ def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequen
 class Faults:
     """Binds managed parameters of one model to their device copies during each function that gets them unbound."""
 
-    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, interception: Any) -> None:
+    def __init__(
+        self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, interception: Any, rows: EmbeddingRows
+    ) -> None:
+        self._rows = rows
         self._runtime, self._gradients, self._saved = runtime, gradients, saved
         self._bindings, self._marks = runtime.bindings, runtime.marks
         self._interception: Callable[[], Any] = weakref.ref(interception)
@@ -215,6 +219,8 @@ class Faults:
         interception = self._interception()
         if func == set_data and (used[0].parameter is args[0] or id(args[0]) in kept):
             return self._set_data(used[0], args[1])
+        if func is torch.nn.functional.embedding and (rows := self._rows.read(used, args[0])) is not None:
+            return rows
         if self._gradients.within_step or in_backward():
             self._gradients.notify_use(used)
         if in_backward():

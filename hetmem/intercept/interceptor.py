@@ -20,6 +20,7 @@ from hetmem import torch_private
 from hetmem.activations.offload import Activations
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
+from hetmem.engine.rows import EmbeddingRows
 from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.intercept.diagnostics import explain, refuse_a_fork, refuse_a_stream, refuse_a_surrounding
 from hetmem.intercept.dynamo import Tracing, hook_forwards, opaque, set_compiler, skipped, uncompiled
@@ -61,9 +62,10 @@ class Interception:
         """Modules that users have called: a checkpoint around one calls it again, and its inputs are cast again."""
         self.last_forward: Compute | None = None
         self._saved = SavedTensors(runtime, self.segments, self.activations)
-        self._faults = Faults(runtime, self.gradients, self._saved, self)
+        rows = EmbeddingRows(module, runtime)
+        self._faults = Faults(runtime, self.gradients, self._saved, self, rows)
         self._tracing = Tracing()
-        self.leases = Leases(runtime, self.gradients, self._saved, self._tracing, self.working)
+        self.leases = Leases(runtime, self.gradients, self._saved, self._tracing, self.working, rows)
         self.backwards = 0
         """Number of nested backwards that run."""
         self._handles: list[Any] = []

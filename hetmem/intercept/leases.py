@@ -26,6 +26,7 @@ from hetmem.base.warning import warn_user
 from hetmem.base.weak import weakly
 from hetmem.engine.gradient_views import hide_gradients, show_gradient
 from hetmem.engine.gradients import GradientSink
+from hetmem.engine.rows import EmbeddingRows
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.uses import Together
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
@@ -44,8 +45,15 @@ class Leases:
     """Binds the weights of one model for module calls: `begin` and `end` are called around each."""
 
     def __init__(
-        self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, tracing: Tracing, working: WorkingWeights
+        self,
+        runtime: Runtime,
+        gradients: GradientSink,
+        saved: SavedTensors,
+        tracing: Tracing,
+        working: WorkingWeights,
+        rows: EmbeddingRows,
     ) -> None:
+        self._rows = rows
         self._gradients, self._saved, self._tracing, self._working = gradients, saved, tracing, working
         self._copies = runtime.all_copies
         self._memory, self._uses, self._by_id = runtime.memory, runtime.uses, runtime.bindings.by_id
@@ -60,6 +68,8 @@ class Leases:
     def begin(self, call: Call, module: torch.nn.Module, *, recomputed: bool) -> None:
         """Bind the own weights of `module`, which `call` calls, if all fit at once; or have its working weights show
         their copies. Binds nothing if it raises. `recomputed`: within a backward."""
+        if type(module) is torch.nn.Embedding and self._rows.reads(module):
+            return
         keys = (*map(id, module._parameters.values()),)
         try:
             used = self._known[keys]

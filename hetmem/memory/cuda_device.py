@@ -21,6 +21,7 @@ from hetmem.base.threads import process_ends
 from hetmem.base.units import format_size, parse_size
 from hetmem.base.warning import warn_user
 from hetmem.cuda.backend import Backend, backend
+from hetmem.cuda.kernels import GATHERS, gather_rows
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import RawMemory, without_graph
 from hetmem.memory.coded import CodedHome
@@ -162,6 +163,13 @@ class CudaDevice(Device):
             self.moves.copy_in(target, source)
         else:
             super().copy_in(target, source)
+
+    def rows_in(self, target: torch.Tensor, table: torch.Tensor, indices: torch.Tensor) -> None:
+        with without_graph():
+            if self.moves.kernels.native and table.is_pinned() and (table.dtype, target.dtype) in GATHERS:
+                gather_rows(self.moves.kernels, table, indices.long(), target)
+            else:
+                target.copy_(torch.index_select(table, 0, indices.to(table.device)))
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         if not self._crosses(arrived, target):

@@ -175,6 +175,13 @@ class Device:
         else:
             target.copy_(source)  # neither needs a gradient
 
+    def rows_in(self, target: torch.Tensor, table: torch.Tensor, indices: torch.Tensor) -> None:
+        """Copy the rows `indices` (n) of `table` (rows, width), a home, to `target` (n, width), on the current stream,
+        with a cast as `copy_in`. Raises what torch does for an index that the table does not have, but on a GPU, where
+        such a row becomes NaN."""
+        with torch.no_grad():
+            target.copy_(torch.index_select(table, 0, indices))
+
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         """Copy `arrived`, a gradient on the device, to `target`, its home, or add it, on the current stream: of one
         shape, with the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""

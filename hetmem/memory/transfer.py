@@ -221,6 +221,16 @@ class TransferEngine:
         use.seconds += end - start
         self.log((link, getattr(tag, "block", -1), start, end, nbytes))
 
+    def within_compute(self, link: Link, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which reads `nbytes` over `link` itself: on a GPU by a kernel in the stream of compute, which
+        nothing waits for, and whose seconds are those of compute."""
+        if not self.ordered:
+            self.copy_now(link, work, nbytes)
+            return
+        work()
+        with self._counting:
+            self._copied[link].bytes += nbytes
+
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""
         self._submit(tag, partial(self._nvme().read, extent, into), Link.NVME_READ, len(into))

@@ -20,11 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from hetmem.accumulation.borders import have_common
 from hetmem.accumulation.order import Graph
+from hetmem.engine.rows import row_tables
 from hetmem.memory.live_bytes import operator_of
 from hetmem.placing.build import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Workload
 from hetmem.schedule.formats import Coding
+from hetmem.schedule.placement import ROWS_SHARE
 from hetmem.schedule.saved import LOOKED_AT, SavedRound
 from hetmem.torch_private import TorchDispatchMode, next_node_number, storage_references, tree_leaves, tree_map
 
@@ -74,6 +76,9 @@ class MetaTracer:
         for parameter, dtype in zip(self._parameters, compute, strict=True):
             parameter.data = parameter.data.to(dtype, copy=True)
         self.by_id = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        tables = row_tables(model)
+        coded = {id(named[name]) for name in codings or {}}
+        self._row_tables = {index for key, index in self.by_id.items() if key in tables and key not in coded}
         self._homes = [parameter.data for parameter in self._parameters]
         self._owners = {self._key(home): index for index, home in enumerate(self._homes)}
         self._views: Counter[int] = Counter()
@@ -216,6 +221,14 @@ class MetaTracer:
     def use(self, operator: str, used: list[int]) -> None:
         """Record that `operator` begins to use the parameters `used`."""
         self._boundary(Kind.USE, operator, tuple(used))
+
+    def reads_rows(self, index: int, indices: Any) -> bool:
+        """Return whether an embedding reads the rows `indices` of parameter `index` alone, which are counted then."""
+        table = self._parameters[index]
+        if index not in self._row_tables or table.requires_grad or indices.numel() > len(table) * ROWS_SHARE:
+            return False
+        self._phase.rows_bytes += indices.numel() * table.shape[1] * self._specs[index].itemsize
+        return True
 
     def bind(self, used: list[int]) -> None:
         """Bind each of `used` to new memory for one operator."""
@@ -399,6 +412,8 @@ class _Uses(TorchFunctionMode):
             if getattr(func, "__name__", "") in _ASSUMED and isinstance(result, torch.Tensor) and result.is_meta:
                 self._answers[id(result)] = (result, _ASSUMED[func.__name__])
             return result
+        if func is torch.nn.functional.embedding and self._tracer.reads_rows(used[0], args[0]):
+            return func(*args, **kwargs)
         self._tracer.use(getattr(func, "__name__", str(func)), used)
         self._tracer.bind(used)
         try:

@@ -266,6 +266,13 @@ class SimulatedTraffic:
         last = nbytes if self.decoding.rate.by_the_caller else min(nbytes, _DECODED_PIECE_BYTES)
         return self.decoding.rate.seconds(last)
 
+    def read_rows(self, nbytes: int) -> None:
+        """Have compute itself read `nbytes` of rows of an embedding from host memory."""
+        seconds = self.host_to_device.carried(nbytes)
+        self.host_bytes += nbytes
+        self.stall_seconds += seconds
+        self.now += seconds
+
     def takes(self, seconds: float) -> None:
         """Let the thread take `seconds`, by the time that they take where nothing updates."""
         beside = self.updating_until - self.now

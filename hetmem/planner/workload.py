@@ -55,6 +55,8 @@ class Phase:
     work: Work = field(default_factory=Work)
     peak_bytes: int = 0
     calls: int = 0
+    rows_bytes: int = 0
+    """Bytes of rows of embeddings that cross the link by themselves: see `engine.rows`."""
 
 
 @dataclass(slots=True)

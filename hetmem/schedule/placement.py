@@ -30,6 +30,9 @@ from hetmem.schedule.trace import Tier
 COPY_BYTES = 2
 """Bytes of an element of a 16-bit copy."""
 
+ROWS_SHARE = 0.5
+"""Rows of a frozen embedding are read from its home if a batch names at most this share of as many as it has."""
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOMENT_BYTES = {"bfloat16": 2, "8bit": 1}
 SCALED_ELEMENTS = 256

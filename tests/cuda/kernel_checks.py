@@ -15,7 +15,17 @@ from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks
 from hetmem.cpu import adamw as update
 from hetmem.cuda import backend
 from hetmem.cuda.dequantise import dequantise, dequantise_parts, torch_dequantise
-from hetmem.cuda.kernels import ADAMS, CASTS, adamw, cast, square_sums, torch_adamw, torch_square_sums
+from hetmem.cuda.kernels import (
+    ADAMS,
+    CASTS,
+    GATHERS,
+    adamw,
+    cast,
+    gather_rows,
+    square_sums,
+    torch_adamw,
+    torch_square_sums,
+)
 from hetmem.schedule.formats import ALL_FORMATS, ByteRange, Coding
 from tests.cuda.vectors import HALVES, WIDE, Place, assert_same, numbers, ordinary
 
@@ -158,6 +168,28 @@ def check_adamw_equals_the_host(place: Place) -> None:
                 update.update_by_torch(step, *tensors)
                 for role, buffer, expected in zip(("param", "grad", "m", "v", "copy"), buffers, tensors, strict=False):
                     assert_same(buffer.result(), expected, f"{name}, {dtype}: {role}")
+
+
+# ---- Rows of a table. ----
+
+
+def check_gather(place: Place) -> None:
+    """Also of rows that the table does not have, at any alignment."""
+    for source_dtype, dtype in sorted(GATHERS, key=str):
+        for rows, width in ((7, 1), (7, 8), (9, 24), (5, 13), (3, 2056)):
+            table = ordinary(rows * width, source_dtype).view(rows, width)
+            for shift in (0, 1):
+                indices = torch.tensor([0, rows - 1, 0, -1, rows, rows // 2, -(2**62), 2**40])
+                source, which = place.buffer(table.flatten(), shift, pinned=True), place.buffer(indices)
+                target = place.buffer(torch.zeros(len(indices) * width, dtype=dtype), shift)
+                out = target.view.view(len(indices), width)
+                with mock.patch.object(backend, "MOST_BLOCKS", 2):
+                    gather_rows(place.backend, source.view.view(rows, width), which.view, out)
+                place.synchronize()
+                known = (indices >= 0) & (indices < rows)
+                expected = table[torch.where(known, indices, 0)].to(dtype)
+                expected[~known] = torch.nan
+                assert_same(target.result(), expected.flatten(), f"{source_dtype} to {dtype}, {rows} x {width}")
 
 
 # ---- Quantised weights. ----

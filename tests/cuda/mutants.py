@@ -91,6 +91,8 @@ WRONG_RESULTS = {
     "a row of another matrix": _in_codes("at.row / w.rows * down", "0 * at.row * down"),
     "a tile that goes on in the next row": _in_codes("column = 0, row++", "column = 0"),
     "int8 without 1/127": _in_codes(" * 0.007874015718698502f", ""),
+    "a row behind the table": _in("gather.cu", "row >= 0 && row < rows", "row >= 0 && row <= rows", "gather"),
+    "the row of another place": _in("gather.cu", "indices[place]", "indices[count - 1 - place]", "gather"),
     "experts not transposed": _in_codes(
         "to + (matrix * w.rows + row) * w.columns + column", "to + (matrix * w.columns + column) * w.rows + row",
         "dequantise_transposed",

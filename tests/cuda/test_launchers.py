@@ -17,7 +17,7 @@ from hetmem.cpu import adamw as update
 from hetmem.cuda import backend as backend_module
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, CupyBackend, TorchBackend, backend
 from hetmem.cuda.dequantise import dequantise
-from hetmem.cuda.kernels import SCALARS, adamw, cast, square_sums
+from hetmem.cuda.kernels import SCALARS, adamw, cast, gather_rows, square_sums
 from hetmem.schedule import formats
 from hetmem.schedule.formats import Coding
 from tests.cuda.kernel_checks import CHECKS
@@ -79,6 +79,16 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "dequantise, first": (
         lambda: dequantise(TORCH, Coding.of("nf4", (64, 64)), zeros(2304, torch.uint8), zeros(64), 64),
         r"first: expected a multiple of 16384 in Coding\(.*, got 64 and 64 elements",
+    ),
+    "gather, shapes": (
+        lambda: gather_rows(TORCH, zeros(32).view(4, 8), torch.zeros(3, dtype=torch.int64), zeros(16).view(2, 8)),
+        r"expected a table .* got \(4, 8\), \(3,\) and \(2, 8\)",
+    ),
+    "gather, dtypes": (
+        lambda: gather_rows(
+            TORCH, zeros(32, HALF).view(4, 8), torch.zeros(3, dtype=torch.int64), zeros(24, torch.bfloat16).view(3, 8)
+        ),
+        r"no kernel for torch\.float16 to torch\.bfloat16",
     ),
     "squares, dtypes": (
         lambda: square_sums(TORCH, zeros(8, torch.float64), zeros(1, torch.float64)),

@@ -54,7 +54,8 @@ def test_a_plan_has_the_bytes_of_a_run(frozen: Any, tmp_path: Path) -> None:
     optimizer = hetmem.AdamW([p for p in model.parameters() if p.requires_grad])
     crossed = []
     for _ in range(3):
-        mean(model(torch.randn(4, WIDTH, dtype=torch.bfloat16))).backward()
+        loss: Any = mean(model(torch.randn(4, WIDTH, dtype=torch.bfloat16)))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         crossed.append(hetmem.report(model).to_dict()["links"]["host_to_device"]["bytes"])
@@ -120,3 +121,33 @@ def test_the_command_line_plans_adapters_over_codes(capsys: pytest.CaptureFixtur
 
 def linears() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+class Embedded(nn.Sequential):
+    """A frozen embedding before frozen layers with adapters."""
+
+    def __init__(self, kind: type[nn.Embedding] = nn.Embedding) -> None:
+        embedding = kind(1024, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
+        super().__init__(embedding, *(Adapted() for _ in range(LAYERS)))
+
+
+def test_a_plan_counts_rows_of_a_frozen_embedding_in_place_of_its_table(tmp_path: Path) -> None:
+    room = hetmem.Budget(device="4MiB", device_chunks="1MiB", host="16MiB")
+    tokens = torch.empty(32, dtype=torch.int64, device="meta")
+    plan = planner.plan(Embedded, tokens, room, loss=mean, chunk_bytes=CHUNK)
+    assert plan.fits
+    plan.save(tmp_path / "plan.json")
+    model = hetmem.manage(Embedded(), device="sim", plan=tmp_path / "plan.json")
+    optimizer = hetmem.AdamW([p for p in model.parameters() if p.requires_grad])
+    crossed = []
+    for _ in range(3):
+        loss: Any = mean(model(torch.randint(0, 1024, (32,))))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        crossed.append(hetmem.report(model).to_dict()["links"]["host_to_device"]["bytes"])
+    assert crossed[2] - crossed[1] == plan.link_bytes["host_to_device"]
+    own = type("Own", (nn.Embedding,), {})
+    whole = planner.plan(lambda: Embedded(own), tokens, room, loss=mean, chunk_bytes=CHUNK)
+    fewer = whole.link_bytes["host_to_device"] - plan.link_bytes["host_to_device"]
+    assert fewer >= 2 * (1024 - 32) * WIDTH
