@@ -113,11 +113,11 @@ def _decodes(notes: Notes) -> None:
     """Each format's kernel, in bytes of bfloat16 written: codes on the device, and in page-locked host memory."""
     from hetmem.cuda.backend import backend
     from hetmem.cuda.dequantise import dequantise
-    from hetmem.schedule.formats import FORMATS, Coding
+    from hetmem.schedule.formats import ALL_FORMATS, Coding
 
     shape = (256, 256) if notes.small else (8192, 16384)
     target = torch.empty(shape[0] * shape[1], dtype=torch.bfloat16, device="cuda")
-    for name in FORMATS:
+    for name in ALL_FORMATS:
         coding = Coding.of(name, shape)
         there = torch.full((coding.nbytes,), 60, dtype=torch.uint8, device="cuda")
         with registered(coding.nbytes) as host:
