@@ -57,7 +57,8 @@ class EmbeddingRows:
             return None
         self._runtime.uses.read_at_home(table)
         dtype, device = table.chunk.compute_dtype, self._runtime.memory.device
-        result = torch.empty((*indices.shape, table.shape[1]), dtype=dtype, device=device.torch_device)
+        with torch.inference_mode(False):  # it is written to outside of that mode
+            result = torch.empty((*indices.shape, table.shape[1]), dtype=dtype, device=device.torch_device)
         with self._runtime.unwatched():
             role = table.chunk.operand
             home, target = table.view(role), result.view(-1, table.shape[1])

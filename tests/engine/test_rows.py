@@ -134,6 +134,8 @@ def test_a_write_to_the_table_is_read_and_a_row_that_it_lacks_is_an_error(tmp_pa
             module.embed.weight[3].mul_(2)
         module.embed.weight.data[5].zero_()
     harness.assert_same(plain(tokens), model(tokens), "the loss")
+    with torch.inference_mode():
+        harness.assert_same(plain(tokens), model(tokens), "the loss without a graph")
     with pytest.raises(IndexError, match="out of range"):
         model(tokens + ROWS)
     for module in (plain, model):
