@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.schedule.blocks import Link
@@ -45,15 +46,16 @@ class EmbeddingRows:
 
     def _may_read(self, table: ManagedParameter) -> bool:
         away = table.chunk.homes[table.chunk.operand].tier is not Tier.DEVICE
-        return away and not table.counter.requires_grad and not table.parameter.requires_grad
+        return away and not table.parameter.requires_grad
 
     def read(self, used: list[ManagedParameter], indices: Any) -> torch.Tensor | None:
         """Return the rows `indices` of the table that is the only one of `used`; None where its copy has to be used."""
         table = used[0]
         if len(used) > 1 or self.tables.get(id(table.parameter)) is not table or type(indices) is not torch.Tensor:
             return None
-        rows = table.shape[0]
-        if not self._may_read(table) or indices.numel() > rows * ROWS_SHARE or not table.home.is_contiguous():
+        if indices.numel() > table.shape[0] * ROWS_SHARE or torch_private.is_of_a_transform(indices):
+            return None
+        if not (self._may_read(table) and table.home.is_contiguous()):
             return None
         self._runtime.uses.read_at_home(table)
         dtype, device = table.chunk.compute_dtype, self._runtime.memory.device
