@@ -403,3 +403,27 @@ def test_micro_batches_share_each_decoded_copy(tmp_path: Path) -> None:
         plain(batch).backward()
     hetmem.accumulate(model, batches, lambda module, batch: module(batch))
     harness.assert_same_grads(plain, model)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("frozen", ["nf4", "fp8"])
+def test_compiled_blocks_train_over_codes(frozen: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = GPT().bfloat16()
+    model = managed(copy.deepcopy(plain), frozen, tmp_path)
+    decoded_twin(plain, model)
+    for block in (*plain.blocks, *model.blocks):
+        block.compile(backend="aot_eager")
+    optimizers = (
+        torch.optim.AdamW(trainable(plain), fused=True),
+        hetmem.AdamW(trainable(model), overlap="backward"),
+    )
+    for _ in range(3):
+        tokens = torch.randint(0, TOKENS, (2, 8))
+        losses = plain(tokens), model(tokens)
+        harness.assert_same(*losses, "the loss")
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    harness.assert_same_weights(plain, model)
