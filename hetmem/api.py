@@ -38,7 +38,8 @@ from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
-from hetmem.placing.filling import Building, BuildingMemory, build_within, move_home
+from hetmem.placing.building_memory import Building, BuildingMemory, build_within
+from hetmem.placing.filling import move_home
 from hetmem.placing.frozen import Frozen
 from hetmem.placing.taken import TakenOver
 from hetmem.schedule.blocks import EvictionPolicy, ahead_at_once

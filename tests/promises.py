@@ -295,7 +295,7 @@ PROMISES: dict[str, Mutation | str] = {
         "tests/test_process_memory.py::test_large_tensors_of_a_process_that_manages_a_model_are_not_in_the_heap",
     ),
     "Building a class that `@managed` decorates": Mutation(
-        "placing/filling.py",
+        "placing/building_memory.py",
         "        memory = self._take(nbytes)\n",
         "        return\n",
         "tests/engine/test_building.py::test_what_no_tier_has_room_for_is_refused_while_it_is_built",

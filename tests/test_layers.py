@@ -61,6 +61,7 @@ WRITES_TOO = {
     "data": {
         "hetmem.api",  # buffers of a model that is released
         "hetmem.parking",  # buffers of one that is parked
+        "hetmem.placing.building_memory",  # parameters that are not managed yet
         "hetmem.placing.filling",  # buffers, and parameters that are not managed yet
         "hetmem.engine.gradient_views",  # a parameter that is its gradient's kind for as long as it is shown
         "hetmem.intercept.saved_tensors",  # a view that was saved

@@ -20,7 +20,7 @@ from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.host_memory import Mapping
 from hetmem.memory.nvme_store import Extent, NvmeStore
 from hetmem.optim.shards import Shard
-from hetmem.placing.filling import check_directories, host_bytes
+from hetmem.placing.building_memory import check_directories, host_bytes
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS
 
 PAGE_ELEMENTS = 4096

@@ -27,7 +27,7 @@ from hetmem.memory.device import Device
 from hetmem.memory.host_memory import HostPool
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import NvmeStore
-from hetmem.placing.filling import BuildingMemory, check_directories, host_bytes
+from hetmem.placing.building_memory import BuildingMemory, check_directories, host_bytes
 from hetmem.placing.frozen import Frozen, choose_codings, refuse_infinite, refuse_on_meta
 from hetmem.placing.taken import TakenOver
 from hetmem.ranks.group import not_yet

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from hetmem.accumulation.borders import repeated_blocks, with_buffers
 from hetmem.errors import ManageError
 from hetmem.losses import chunked_loss
-from hetmem.placing.filling import as_written
+from hetmem.placing.building_memory import as_written
 from hetmem.placing.frozen import Frozen, choose_codings
 from hetmem.planner.in_turns import in_turns
 from hetmem.planner.meta_results import RefuseRealMemory, Results, rows_of

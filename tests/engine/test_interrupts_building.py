@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_module
 import hetmem
 from hetmem import api
 from hetmem.memory import interrupts
-from hetmem.placing.filling import Building, BuildingMemory, as_written, build_within
+from hetmem.placing.building_memory import Building, BuildingMemory, as_written, build_within
 from tests.engine.harness import WIDTH, all_hetmem_threads_end, budget
 from tests.engine.struck import Struck, some_of
 from tests.engine.test_interrupts_managing import is_managed
