@@ -6,22 +6,22 @@ so what autograd saves stays where it is.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from itertools import chain, repeat
-from operator import add, attrgetter, gt
+from collections.abc import Hashable, Iterable
+from itertools import chain
+from operator import attrgetter
 
 from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import references
+from hetmem.engine.param_views import are_held
 from hetmem.engine.traffic import Traffic
-from hetmem.engine.uses import Together, Uses
-from hetmem.memory.chunk import Chunk, ManagedParameter
+from hetmem.engine.use_rows import Together
+from hetmem.engine.uses import Uses
+from hetmem.memory.chunk import Chunk
 from hetmem.schedule.trace import DEVICE, Moment
 from hetmem.schedule.tracer import StepTracer
 
 _OPERAND_BLOCK = attrgetter("operand_block")
 _BLOCKS, _PARAMETERS = attrgetter("blocks"), attrgetter("parameters")
-_VIEW, _STORAGE, _REFERENCES = attrgetter("slot_view"), attrgetter("storage"), attrgetter("references")
 
 
 class AllCopies:
@@ -124,7 +124,7 @@ class AllCopies:
 
     def are_held(self, times: int) -> bool:
         """Return whether more than `times` tensors have the memory of any leased copy."""
-        return _are_held([*chain.from_iterable(map(_PARAMETERS, self.leased))], times)
+        return are_held(chain.from_iterable(map(_PARAMETERS, self.leased)), times)
 
     def release(self) -> None:
         """End all leases; copies that tensors hold stay as long as these."""
@@ -133,7 +133,7 @@ class AllCopies:
         if not leased:
             return
         used = Together(chain.from_iterable(map(_PARAMETERS, leased)))
-        held = _are_held(used, 0)
+        held = are_held(used)
         with self._unwatched():
             if held:
                 self._uses.release(used)
@@ -141,9 +141,3 @@ class AllCopies:
             for managed in used:
                 managed.data_taken = False
             self._traffic.release_all(used.counted())
-
-
-def _are_held(used: Sequence[ManagedParameter], times: int) -> bool:
-    views = [*map(_VIEW, used)]
-    now, own = map(references, map(_STORAGE, views)), map(_REFERENCES, views)
-    return any(map(gt, now, map(add, own, repeat(times))))

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import compress, repeat
-from operator import attrgetter, gt
+from operator import add, attrgetter, gt
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from hetmem.memory.device import DevicePool
 
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
 _DEVICE, _STAND_IN = attrgetter("device"), attrgetter("stand_in")
-_WORKING = attrgetter("working")
+_WORKING, _VIEW = attrgetter("working"), attrgetter("slot_view")
+_STORAGE, _REFERENCES = attrgetter("storage"), attrgetter("references")
 _BOUND_KIND, _WATCHED_KIND = attrgetter("bound_kind"), attrgetter("watched_kind")
 
 
@@ -184,15 +185,12 @@ class Bindings:
 
     def unbind(self, used: Iterable[ManagedParameter]) -> bool:
         """End `bind`: working weights of `used` have no memory. Returns whether a tensor holds the copy of any."""
-        held = False
         for managed in used:
-            weight, view = managed.working, managed.slot_view
+            weight = managed.working
             weight.__class__ = managed.kind
             weight.data = managed.stand_in
             weight.__class__ = managed.watched_kind
-            if references(view.storage) > view.references:
-                held = True
-        return held
+        return are_held(used)
 
     @staticmethod
     def is_elsewhere(managed: ManagedParameter) -> bool:
@@ -259,6 +257,13 @@ storage_address: Any = torch_private.storage_address
 def storage_references(tensor: torch.Tensor) -> int:
     """Return the reference count of the storage of `tensor`, with references in C++."""
     return references(tensor.untyped_storage()._cdata)  # type: ignore[no-any-return]
+
+
+def are_held(used: Iterable[ManagedParameter], times: int = 0) -> bool:
+    """Return whether more than `times` tensors have the memory of the device copy of any of `used`. In C alone."""
+    views = [*map(_VIEW, used)]
+    now, own = map(references, map(_STORAGE, views)), map(_REFERENCES, views)
+    return any(map(gt, now, map(add, own, repeat(times)) if times else own))
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

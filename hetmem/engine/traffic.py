@@ -6,7 +6,7 @@ lease (one use of a copy on a tier) begins with `acquire` or `ask` and ends with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import attrgetter
@@ -52,6 +52,8 @@ class Traffic:
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
         self.gradients = GradientCopies(engine, residency, self.executor, in_flight_bytes(memory.device_bytes))
         self.updating = self.executor.updating
+        self.before_updates: Callable[[], object] = lambda: None
+        """Called before copies become stale, as their homes are updated: ends leases of what is not in use."""
         self._unfetched: set[tuple[int, Tier]] = set()  # copies to be overwritten, and not logged yet
         for role in (Role.PARAM, Role.COMPUTE):
             for chunk in memory.chunks:
@@ -332,6 +334,7 @@ class Traffic:
     def begin_updates(self, chunks: Sequence[Chunk], *, keep_copies: bool = False) -> list[Chunk]:
         """Fetch nothing from the homes of the parameters of `chunks`, which other threads write, until `end_updates`.
         Drops their device copies, or with `keep_copies` leaves them to be remade. Returns the chunks that have one."""
+        self.before_updates()
         if not self.updating.isdisjoint(chunks):
             for chunk in chunks:
                 self.wait_for_update(chunk)

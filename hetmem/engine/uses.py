@@ -7,16 +7,19 @@ brings copies, `device_limit` limits them, and `write_check` handles writes by t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
+from hetmem.base.weak import weakly
 from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.events import UNPACKED, EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic
+from hetmem.engine.use_rows import Together, UseRow, UseRows
 from hetmem.engine.write_check import WriteCheck, refused_data
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
@@ -24,27 +27,7 @@ from hetmem.schedule.trace import DEVICE, Moment
 from hetmem.schedule.tracer import StepTracer
 
 _functions_around: Any = torch_private.function_modes_around
-
-
-class Together(list[ManagedParameter]):
-    """Parameters that are used together, often the same ones: `blocks` are theirs, and `uses` says how many each has.
-    Both are counted at the first use, as only then blocks have their numbers for good."""
-
-    __slots__ = ("blocks", "uses")
-
-    def __init__(self, used: Iterable[ManagedParameter] = ()) -> None:
-        super().__init__(used)
-        self.uses: dict[int, int] = {}
-        self.blocks: tuple[int, ...] = ()
-
-    def counted(self) -> dict[int, int]:
-        """Set `uses` and `blocks`; return `uses`."""
-        uses: dict[int, int] = {}
-        for managed in self:
-            block = managed.chunk.operand_block
-            uses[block] = uses[block] + 1 if block in uses else 1
-        self.blocks, self.uses = (*uses,), uses
-        return uses
+_BOUND = attrgetter("bound")
 
 
 class Uses:
@@ -75,6 +58,8 @@ class Uses:
         """Parameters whose copies tensors hold, in the order in which that was first noticed."""
         self.release_working: Callable[[], None] = lambda: None
         """Called if all idle copies are to be freed: ends leases of working weights that nothing uses."""
+        self.rows = UseRows(memory, traffic, tracer, room, events)
+        traffic.before_updates = weakly(self.end_row)
         self._untracked: set[int] = set()
         """`id`s of parameters with a view whose writes count no version."""
 
@@ -140,7 +125,7 @@ class Uses:
     def lease(self, operator: str, used: list[ManagedParameter]) -> bool:
         """Begin a moment, and a lease of the copy of each of `used`; no lease if it raises. Returns whether no function
         mode is around."""
-        if self._held or not self._none_finished():
+        if self._held or self.rows.open is not None or not self._none_finished():
             with self._unwatched():
                 self.release_unheld()
                 self._traffic.executor.poll()
@@ -160,6 +145,15 @@ class Uses:
                     self._reach(blocks)
                 self._acquire_all(operator, used)
         return unseen
+
+    def use_in_a_row(self, row: UseRow) -> bool:
+        """Do `use` for each use of `row`, which `Residency.still` counts, at once. Returns False, with nothing begun,
+        if that is impossible now."""
+        if _functions_around() or any(map(_BOUND, row.used)) or not self.rows.begin(row):
+            return False
+        self.rows.count(row, row.length)
+        self._bindings.bind(row.used)
+        return True
 
     def _acquire_all(self, operator: str, used: Iterable[ManagedParameter]) -> None:
         """Begin one more use of the block of each of `used`; none if this raises."""
@@ -247,19 +241,30 @@ class Uses:
         `unwatched`."""
         if not self._memory.uses_copies:
             return managed.home
-        if self._held:
+        rows, row = self.rows, self.rows.open
+        if (
+            (row is not None and row.begun < row.length and row.used[row.begun] is managed)
+            and self._none_finished()
+            and not (self._watched and (self._gradients.leaving or self._gradients.gathered_bytes))
+        ):
+            row.begun += 1
+            assert managed.device is not None
+            return managed.device
+        if self._held or row is not None:
             self.release_unheld()
         if not self._none_finished():
             self._traffic.executor.poll()
         operator = f"backward of {managed.name}"
         block = managed.chunk.operand_block
-        self._moment(operator, (block,))
+        usual = self._moment(operator, (block,))
         if managed in self._held:
             self._reach((block,))
         else:
             if not self._traffic.use({block: 1}, (block,)):
                 self._acquire_device(managed, block, operator)
             self._held[managed] = None
+            if usual:
+                rows.begin_saved(self._held)
         assert managed.device is not None
         return managed.device
 
@@ -302,6 +307,7 @@ class Uses:
     def notice_writes_by_hooks(self) -> None:
         """Honour writes to homes by hooks of the program, which run between the nodes of a backward, and `p.data = t`
         that no forward has noticed: that of this model may be the first one, or one of a hook."""
+        self.end_row()
         for managed in list(self._held):
             self._notice_write(managed)
         with torch_private.NoFunctionsOfSubclasses():
@@ -357,8 +363,16 @@ class Uses:
         self.release_unheld()
         return bool(self._held)
 
+    def end_row(self) -> None:
+        """End the row of saved weights that is open, if one is; of these the last one stays in use."""
+        if last := self.rows.end_saved():
+            self.release_unheld()
+            self._held.update(dict.fromkeys(last))
+
     def release_unheld(self) -> None:
         """End the uses of copies that no tensor holds any more."""
+        if self.rows.open is not None:
+            self.end_row()
         if not self._held:
             return
         for managed in [*self._held]:

@@ -237,6 +237,8 @@ class Faults:
         for managed in used if takes_data or written else ():
             managed.data_taken = managed.data_taken or managed.bound > 0
         fresh = [managed for managed in used if not managed.bound]
+        interception.leases.rows.elsewhere.update(fresh)
+        interception.leases.end_row_before(_name(func), fresh)
         self._runtime.uses.use(_name(func), fresh)
         displaced, casts = self._saved.displace_others(used), self._saved.casts
         left = casts.leave_cache()

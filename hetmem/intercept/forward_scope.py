@@ -47,13 +47,14 @@ class Call:
     """A call of a module; it keeps neither the module nor a frame alive. `used` are the weights bound until it ends.
     `changed` is what else it changed meanwhile: functions that restore that, and what each is called with, or None."""
 
-    __slots__ = ("changed", "module", "number", "used")
+    __slots__ = ("changed", "module", "number", "step", "used")
 
     def __init__(self, module: object, frame: FrameType | None) -> None:
         """Describe the call that torch's `frame` makes, see `calling_frame`."""
         self.module, self.number = weakref.ref(module), id(frame)
         self.used: Sequence[ManagedParameter] = ()
         self.changed: tuple[tuple[Callable[[Any], None], Any], ...] = ()
+        self.step: Any = None
 
     def is_made_in(self, frame: FrameType | None) -> bool:
         """Return whether `frame` makes this call; after an error torch calls hooks in another frame. A new frame may

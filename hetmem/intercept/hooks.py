@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import compress, product
 from operator import contains, getitem, setitem
@@ -92,35 +92,37 @@ class AfterForward(_OfThisModule):
 
 
 class PartHooks:
-    """Takes hetmem's forward hooks off a model's `parts` during a forward. The first `handles` are two of the model and
-    then two of each part.
+    """Takes hetmem's forward hooks off parts of a model while their weights are where operators find them.
 
-    Torch needs three times as many Python calls for a module with hooks. A forward of the model whose weights all are
-    where operators find them needs the hooks of the model alone: meanwhile each part without hooks of others has none.
-    Each forward that generates a token takes them off and puts them back, so both run in C.
+    Torch needs three times as many Python calls for a module with hooks. Each forward that generates a token takes them
+    off and puts them back, so both run in C.
     """
 
-    def __init__(self, parts: Iterable[torch.nn.Module], handles: Sequence[Any]) -> None:
-        each = [*product(map(vars, parts), _HOOKS)]
-        self._where, self._names = [names for names, _ in each], [name for _, name in each]
+    def __init__(self, names: Iterable[dict[str, Any]], numbers: Iterable[int]) -> None:
+        """`names`: the `__dict__` of each part; `numbers`: of the two hooks of each."""
+        each = [*product(names, _HOOKS)]
+        self._where, self._names = [where for where, _ in each], [name for _, name in each]
         """The `__dict__` of each part, and the name of a dictionary of hooks there."""
-        self._numbers = [handle.id for handle in handles[len(_HOOKS) :]]
+        self._numbers = [*numbers]
         self._off: list[OrderedDict[int, Any]] = []
         """The dictionaries whose hooks were taken off."""
         self._hooks: list[Any] = []
 
-    def take_off(self) -> None:
-        """Take the hooks off every part that has no others, until `put_back`."""
+    def take_off(self) -> bool:
+        """Take the hooks off every part that has no others, until `put_back`. Returns whether none has: parts that also
+        have hooks of others keep ours for good."""
         if self._off:
-            return
+            return True
         found: list[Any] = [*map(getitem, self._where, self._names)]
-        if not (set(map(len, found)) <= {1} and all(map(contains, found, self._numbers))):
+        all_alone = max(map(len, found), default=1) == 1 and all(map(contains, found, self._numbers))
+        if not all_alone:
             alone = [len(of) == 1 and number in of for of, number in zip(found, self._numbers, strict=True)]
-            lists = self._where, self._names, self._numbers  # parts that also have hooks of others keep ours for good
+            lists = self._where, self._names, self._numbers
             self._where, self._names, self._numbers = ([*compress(of, alone)] for of in lists)
             found = [*map(getitem, self._where, self._names)]
         self._hooks, self._off = [*map(getitem, found, self._numbers)], found
         run_through(map(OrderedDict.clear, found))
+        return all_alone
 
     def put_back(self) -> None:
         """Put the hooks back, before any registered meanwhile."""

@@ -81,7 +81,9 @@ class Interception:
     def _install(self, module: torch.nn.Module) -> None:
         parts = [part for part in module.modules() if part is module or next(part.parameters(), None) is not None]
         self._handles += hook_forwards(parts, BeforeForward(self, self._tracing), AfterForward(self, self._tracing))
-        self._parts = PartHooks(parts[1:], self._handles)
+        numbers = [handle.id for handle in self._handles]  # those of one part are those of all
+        self._parts = PartHooks(map(vars, parts[1:]), numbers[2:])
+        self.leases.rows.hook(parts[1:], numbers[2:4])
         reading = BeforeStateDict(self)
         for part in module.modules():  # also those that are given weights later
             self._handles.append(part.register_state_dict_pre_hook(reading))
@@ -174,6 +176,8 @@ class Interception:
             finally:
                 compute.enclosed = False  # in one instruction: an interrupt cannot prevent it
             with HELD_BACK:
+                if self.leases.row.used:
+                    self.leases.end(self.leases.row)
                 self.leases.end(call)
             return output
         except BaseException as error:
@@ -216,7 +220,10 @@ class Interception:
                 return True
         if joined is not None:
             joined.may_lease = False
-        working.enter(anew=anew)
+        in_place = working.enter(anew=anew)
+        plain = alone and joined is None and in_place and working.serve
+        if plain and not (compute.operators or compute.functions):
+            self.leases.rows.begin()
         return False
 
     def _begin_with(
@@ -447,6 +454,9 @@ class Interception:
             self.runtime.bindings.all_home()
 
     def _unbind(self, compute: Compute) -> None:
+        if self.leases.row.used:
+            self.leases.end(self.leases.row)
+        self.leases.rows.learned = None
         while compute.calls:
             self.leases.end(compute.calls.pop())
         if compute.working_weights:

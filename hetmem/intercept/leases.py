@@ -28,10 +28,11 @@ from hetmem.engine.gradient_views import hide_gradients, show_gradient
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.rows import EmbeddingRows
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.uses import Together
+from hetmem.engine.use_rows import Together
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
 from hetmem.intercept.dynamo import Tracing, can_compile, compiles_itself, has_compiled_forward
 from hetmem.intercept.forward_scope import Call, Compute
+from hetmem.intercept.rows import Rows
 from hetmem.intercept.saved_tensors import Pack, SavedTensors
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.placing.working import WorkingWeights
@@ -59,6 +60,9 @@ class Leases:
         self._memory, self._uses, self._by_id = runtime.memory, runtime.uses, runtime.bindings.by_id
         self._known: dict[tuple[int, ...], list[ManagedParameter]] = {}
         """Results of `_learn`, by the `id`s of a module's parameters."""
+        self.rows = Rows(runtime, saved, working)
+        self.row = Call(self, None)
+        """Has the lease of the row that is open, if one is."""
         self._bound: list[Call] = []
         """Calls with bound weights, outermost first."""
         self.casts = saved.casts
@@ -84,10 +88,14 @@ class Leases:
                 self._tracing.quiet = get_ident()
             return
         if used and self._memory.uses_copies:
+            if self.row.used:
+                self.end(self.row)
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
                 if _is_autocast(self._device_type):
                     call.changed += ((self.casts.enter_cache_again, self.casts.leave_cache()),)
+                elif self.rows.learned is not None and call.used is used:
+                    self._follow(call, module, used)
             except DeviceOutOfMemoryError as error:
                 if not isinstance(error.__cause__, CapacityError):
                     raise
@@ -129,6 +137,22 @@ class Leases:
         if self.casts.alive:
             self.casts.renew(fresh)
 
+    def _follow(self, call: Call, module: torch.nn.Module, used: list[ManagedParameter]) -> None:
+        """Begin the row behind `call` of `module`, if there is one."""
+        row = self.rows.follow(call, module, used)
+        if row is None or not self.rows.begin_row(row):
+            return
+        self.row.changed, self.row.used = ((self.rows.end_row, row),), row.used
+        for managed in row.uses.used:
+            managed.bound += 1
+        call.used = ()
+        self._bound[-1] = self.row  # in the place of `call`, as `bind` has added it
+
+    def end_row_before(self, operator: str, used: list[ManagedParameter]) -> None:
+        """End the row that is open if the function `operator`, which uses `used`, is what comes behind it."""
+        if self.row.used and self.rows.come_behind(operator, used):
+            self.end(self.row)
+
     def keep(self, call: Call, used: list[ManagedParameter]) -> None:
         """Keep `used`, which are bound, bound until `end(call)`."""
         for managed in used:
@@ -147,6 +171,8 @@ class Leases:
         over, call.used = call.used, ()
         if not over:
             return
+        if call.step is not None:
+            self.rows.note_end(call.step)
         if self._bound[-1] is call:
             del self._bound[-1]
         else:

@@ -82,6 +82,8 @@ class SavedTensors:
         """Moves saved activations; None = they stay on the device."""
         self.others = False
         """Whether saved-tensor hooks of the program have ever been on top while weights were used."""
+        self.weights_packed = 0
+        """How many weights were saved in forwards."""
         self.casts = Casts(runtime)
         self._device_type = runtime.memory.device.torch_device.type
         self._by_id = runtime.bindings.by_id
@@ -200,16 +202,16 @@ class SavedTensors:
 
     def unpack(self, packed: Saved) -> torch.Tensor:
         """Return the view that was saved as `packed`, on the device."""
-        managed = packed.managed
         if torch.is_grad_enabled() and torch_private.current_node() is not None:
             self.enter_node()  # create_graph=True: the node saves what it computes with
         if self.segments.unseen or is_unseen():
-            return self._view(packed, managed)
+            return self.view(packed)
         with self.runtime.unwatched():
-            return self._view(packed, managed)
+            return self.view(packed)
 
-    def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
-        """Return the view that was saved as `packed`; no mode of the user's sees how."""
+    def view(self, packed: Saved) -> torch.Tensor:
+        """Return the view that was saved as `packed`. No mode may see how."""
+        managed = packed.managed
         if packed.itself:
             self.runtime.uses.notice_data(managed)
         device = self.runtime.uses.saved(managed)  # may wait for an update of it
@@ -243,18 +245,22 @@ class Pack(Hook):
         self._saved = weakref.ref(saved)
         self._moves = compute is not None and compute.task < 0 and saved.activations is not None
         """Whether activations may leave the device: not those of a recomputation, which are needed at once."""
+        self._within_modes = bool(_functions_around())
+        """Whether function modes were around what these hooks were entered for: they may be where a tensor is saved."""
 
     @skipped
     def __call__(self, tensor: torch.Tensor) -> _Packed:
         saved = self._saved()
-        if saved is None or type(tensor) not in saved.kinds or _functions_around():
+        if saved is None or type(tensor) not in saved.kinds or (self._within_modes and _functions_around()):
             return self._pack(tensor)
         try:
             storage = _storage_of(tensor)
             if storage in saved.by_storage:
                 managed = saved.by_storage[storage]
                 if managed.bound and storage == managed.slot_view.storage:
-                    return _place_of(saved, managed, tensor, tensor.stride())
+                    saved.weights_packed += 1
+                    itself = tensor is managed.working
+                    return _place_of(saved, managed, tensor, managed.stride if itself else tensor.stride())
                 return self._pack(tensor)
             if leaf := tensor.is_leaf:
                 if tensor.untyped_storage().data_ptr() in saved.by_address:
@@ -278,6 +284,7 @@ class Pack(Hook):
             if saved is not None and self.is_active():
                 packed = saved.pack(tensor)
                 if isinstance(packed, Saved):
+                    saved.weights_packed += 1
                     return packed
                 if self._moves and type(tensor) in saved.kinds and tensor.layout is _STRIDED:
                     with suppress(NotImplementedError):  # it has no storage
@@ -341,7 +348,8 @@ def _unpack(packed: _Packed) -> torch.Tensor:
             owner.on_backward()
         compiler = set_compiler(None)
         try:
-            unpacked: torch.Tensor = owner.unpack(packed)
+            plain = owner.segments.unseen and not torch.is_grad_enabled()
+            unpacked: torch.Tensor = owner.view(packed) if plain else owner.unpack(packed)
             return unpacked
         finally:
             if HELD_BACK.came:
@@ -376,7 +384,7 @@ def _place_of(
     conj = neg = False
     if dtype is not managed.chunk.compute_dtype or dtype.is_complex:  # real and negative: a view of a complex one
         conj, neg = tensor.is_conj(), tensor.is_neg()
-    offset, trains = tensor.storage_offset(), tensor.requires_grad
+    offset, trains = 0 if itself else tensor.storage_offset(), tensor.requires_grad
     version, replaced = managed.counter._version, managed.replaced
     place = owner, managed, dtype, tensor.shape, stride, offset, conj, neg, version, itself, replaced, trains, is_cast
     return _tuple(Saved, place)  # type: ignore[no-any-return]

@@ -122,13 +122,16 @@ class WorkingWeights:
         self._beside = []
         self.end(shown=True, all_at_once=True)
 
-    def enter(self, *, anew: bool) -> None:
+    def enter(self, *, anew: bool) -> bool:
         """Have modules compute with working weights, whose copies are leased as they are used, until `end`. `anew`:
-        gradients of this forward are added to those of another one in float32."""
+        gradients of this forward are added to those of another one in float32. Returns whether each module had the
+        parameters of the forward before."""
+        in_place = False
         if not self._entered:
             self.make(anew=anew)
-            self._are_in_place()
+            in_place = self._are_in_place()
         self._enter()
+        return in_place
 
     def make(self, *, anew: bool = False) -> None:
         """Have working weights without memory, whose gradients are sent home as they arrive."""
@@ -339,6 +342,20 @@ class WorkingWeights:
                     self._older += ((managed, weakref.ref(weight), True),)
                     self._weights[at] = self._hooked(managed)
             self._place()
+
+    def replace(self, used: Iterable[ManagedParameter]) -> None:
+        """Have modules show other working weights of `used`, as the program may keep the present ones: what these show
+        stays as long as they do."""
+        others = {*used}
+        with self._runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
+            for at, managed in enumerate(self._managed):
+                if managed in others:
+                    self._older += ((managed, weakref.ref(self._weights[at]), True),)
+                    self._weights[at] = self._hooked(managed)
+            self._place()
+            where, _, names = self._entries
+            if self._shown:
+                run_through(map(setitem, where, names, self._placed))
 
     def _hooked(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a new working weight that sends its gradients home."""

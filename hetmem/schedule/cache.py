@@ -92,7 +92,7 @@ class Cache:
         self._rank_next = self.needed
         """The first number of a rank of a block by its next use."""
         self._order = Order(self.copies, self._rank)
-        self.touch = self._order.touch
+        self.touch, self.touch_all = self._order.touch, self._order.touch_all
         if nearer is not None and count:
             nearer._farther = self
 
@@ -205,7 +205,7 @@ class Cache:
 
     def _change(self, blocks: Iterable[int]) -> None:
         """Rank `blocks` again, as their next uses have changed."""
-        self._order.touch_all(blocks)
+        self.touch_all(blocks)
         if self._farther is not None:
             self._farther._order.touch_all(blocks)
 
@@ -213,7 +213,7 @@ class Cache:
         """Count `blocks` of the use just reached as present and used."""
         self.schedule.meet(blocks)
         self.unused.difference_update(blocks)
-        self._order.touch_all(blocks)
+        self.touch_all(blocks)
 
     def _needed_on_either(self, block: int) -> int:
         schedule, nearer = self.schedule, self._nearer

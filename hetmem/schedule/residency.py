@@ -237,6 +237,42 @@ class Residency:
             self._supply.prefetch(cache, commands)
         return commands
 
+    def still(self, at: int, most: int) -> int:
+        """Return how many of the uses that the device's schedule expects from its position `at` on, up to `most`, move
+        nothing: their copies are VALID, and nothing can be prefetched before."""
+        cache, copies = self._device, self._device.copies
+        schedule = cache.schedule
+        if schedule.position != at or schedule.absent or schedule.skipped or self._supply.waiting:
+            return 0
+        end = min(at + most, cache.prefetch_at - 1, schedule.segment)
+        for use in range(at, end):
+            for block in schedule.uses[use % schedule.count]:
+                if block not in copies or copies[block].state is not VALID:
+                    return use - at
+        return end - at
+
+    def lease(self, uses: Mapping[int, int]) -> None:
+        """Acquire each block, whose copy on the device is VALID, as often as `uses` says, for uses that `pass_over`
+        counts."""
+        copies = self._device.copies
+        for block in uses:
+            copies[block].uses += uses[block]
+
+    def pass_over(self, row: Iterable[Iterable[int]]) -> None:
+        """Count that the next uses that the device's schedule expects, of the blocks in `row`, have begun: those that
+        are `still`, and leased."""
+        cache, copies = self._device, self._device.copies
+        unused, tick, touched = cache.unused, self._ledger.tick, list[int]()
+        for blocks in row:
+            for block in blocks:
+                if block in unused:
+                    unused.remove(block)
+                tick = copies[block].last_use = tick + 1
+                touched += (block,)
+            cache.schedule.position += 1
+        self._ledger.tick, cache.is_known = tick, True
+        cache.touch_all(touched)
+
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
         """Take back one waiting use of `block`, which is still WAITING although nothing is in flight, and return the
         error to raise."""

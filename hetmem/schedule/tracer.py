@@ -182,6 +182,26 @@ class StepTracer:
         self._expected = expected
         return expected
 
+    @property
+    def followed(self) -> SegmentTrace | None:
+        """The trace that the running segment follows moment by moment, with the memory it needs; None if none."""
+        return self.known if self._follows and self._count and not self._at_once and self.growth == 1.0 else None
+
+    def comes_next(self, operator: str, blocks: tuple[int, ...]) -> bool:
+        """Return whether the known trace has a moment of `operator`, which uses `blocks`, next."""
+        at = self.position
+        return at < self._count and (self._ahead[at].operator, self._ahead[at].blocks) == (operator, blocks)
+
+    def expect(self, moment: Moment) -> None:
+        """Expect what `moment` needs until the next one begins."""
+        self.gradients_sent, self._expected = 0, moment
+
+    def pass_over(self, count: int) -> None:
+        """Record that the next `count` moments of the known trace have begun."""
+        if not self._follows:
+            self._moments += self._ahead[self.position : self.position + count]
+        self.position += count
+
     def all_ahead(self, blocks: tuple[int, ...]) -> Moment | None:
         """Return the segment that has just begun as one moment, which uses `blocks`; None if its trace is unknown."""
         if self.known is None or not self._follows or not self._count or (self.position and not self._at_once):
