@@ -7,9 +7,9 @@ moved to the device go back to host memory. Copies have priority over homes that
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from weakref import WeakMethod
 
 import torch
 
@@ -59,8 +59,7 @@ class DeviceRoom(ChunkLimit):
         self._peak_seen = self._grown_bytes = 0
         """The allocator's peak at the last look; and the most bytes of tensors counted since then."""
         memory.device.forget_peak()  # earlier allocations of the process are no need of this model
-        traffic.gradients.sent = WeakMethod(self.gradients_sent)
-        traffic.gradients.beside = WeakMethod(self.room_for_gradients)
+        traffic.gradients.room = weakref.ref(self)
 
     # ---- needs ------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class GatheredGradients:
         self._counts: dict[Chunk, int] = {}
         """How many gradients of each chunk were gathered in this backward."""
         self._usual: dict[Chunk, int] = {}
-        self._gathers = self._in_place = False
+        self.gathers = self._in_place = False
         """Whether gradients are gathered: where copies are evicted they need the room, and each moment would look at
         what waits; and whether nothing but hetmem holds the homes of gradients in `fresh`, where hetmem made them."""
         self._allowed = 0
@@ -67,7 +67,7 @@ class GatheredGradients:
         self._counts.clear()
         sink.runtime.traffic.gradients.beside_bytes = -1
         self.fresh = {} if sink.runtime.memory.resident else self._find_fresh()
-        self._gathers = bool(sink.runtime.all_copies.leased) and sink.ranked is None
+        self.gathers = bool(sink.runtime.all_copies.leased) and sink.ranked is None
         sums.begin(self.fresh)
         if sums.runs:
             self.fresh = {}
@@ -98,8 +98,6 @@ class GatheredGradients:
         """Take `arrived`, a dense gradient of `weight`, which works for `managed`, one of `fresh`, and show its home.
         Return False, with nothing changed, if it is to be sent alone."""
         chunk = managed.chunk
-        if not self._gathers:
-            return self._send_alone(managed, weight, arrived)
         gathered = self.chunks.get(chunk)
         if gathered is None and (gathered := self._begin(managed, arrived)) is None:
             return False
@@ -131,19 +129,23 @@ class GatheredGradients:
             self.send_all()
         return True
 
-    def _send_alone(self, managed: ManagedParameter, weight: torch.Tensor, arrived: torch.Tensor) -> bool:
+    def send_alone(self, managed: ManagedParameter, weight: torch.Tensor, arrived: torch.Tensor) -> bool:
         """Do `take` by a transfer of its own, where it goes to the home that is there."""
         sink, chunk, home = self._sink(), managed.chunk, managed.grad_home
         narrow = chunk.hides or chunk.gradient_dtype is not None or managed.grad_view is not None
         if home is None or narrow or not self._in_place or sink.notifies or sink.runtime.traffic.updating:
             return False
         del self.fresh[managed]
-        show_first_gradient(managed.parameter, weight, home)
+        weight.grad, parameter = None, managed.parameter
+        if home.device == parameter.device and home.dtype is parameter.dtype:
+            parameter.grad = home
+        else:
+            show_gradient(parameter, home)
         try:
             if sink.send_to(managed, arrived, adds=False):
                 sink.flights.begin(managed)
         except BaseException:
-            show_gradient(managed.parameter, None)
+            show_gradient(parameter, None)
             raise
         return True
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -162,6 +162,16 @@ def _without_functions(work: Callable[[], None]) -> None:
         work()
 
 
+class RoomForGradients(Protocol):
+    """What limits device memory, as it is seen by what sends gradients."""
+
+    def gradients_sent(self, count: int) -> None:
+        """Note that `count` gradients were sent home."""
+
+    def room_for_gradients(self) -> int:
+        """Return how many device bytes gradients may take in the moment that runs, until they are at home."""
+
+
 class GradientCopies:
     """Carries out what `GradientSends` decides: gradients in flight from the device to their homes."""
 
@@ -172,13 +182,10 @@ class GradientCopies:
         self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
         self.loss_listeners: Iterable[GradientListener] = ()
         """Those whose `lost` is called if a gradient of a chunk was sent and did not arrive."""
-        self.sent: Callable[[], Callable[[int], None] | None] = lambda: None
-        """A weak reference to the function that is called after gradients were sent, with their number."""
-        self.beside: Callable[[], Callable[[], int] | None] = lambda: None
-        """A weak reference to the function that returns the device bytes that gradients may take in the moment that
-        runs."""
+        self.room: Callable[[], RoomForGradients | None] = lambda: None
+        """A weak reference to what limits device memory."""
         self.beside_bytes = -1
-        """What that has returned; -1: another moment has begun since."""
+        """What its `room_for_gradients` has returned; -1: another moment has begun since."""
         self.leaving: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
         """The device memory of gradients in flight, by number of the send."""
         self.gathered_bytes = 0
@@ -208,8 +215,8 @@ class GradientCopies:
             finally:
                 if home.tier is Tier.NVME:
                     self._end_lease(home)
-            if (sent := self.sent()) is not None:
-                sent(len(gradients))
+            if (room := self.room()) is not None:
+                room.gradients_sent(len(gradients))
             if home.tier is Tier.NVME:
                 self._write_back(chunk, home)
             return
@@ -217,8 +224,8 @@ class GradientCopies:
         self.leaving[send.number] = [*map(weakref.ref, map(torch.Tensor.untyped_storage, gradients))]
         ended = partial(weakly(self._arrived), chunk, send)
         self._executor.copy_beside(Link.DEVICE_TO_HOST, partial(_without_functions, work), nbytes, ended)
-        if (sent := self.sent()) is not None:
-            sent(len(gradients))
+        if (room := self.room()) is not None:
+            room.gradients_sent(len(gradients))
         self.sends.wait_for_room()
 
     def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
@@ -248,8 +255,8 @@ class GradientCopies:
 
     def room_bytes(self) -> int:
         """Return how many device bytes may be gathered beside the gradients in flight."""
-        if self.beside_bytes < 0 and (beside := self.beside()) is not None:
-            self.beside_bytes = max(0, beside())
+        if self.beside_bytes < 0 and (room := self.room()) is not None:
+            self.beside_bytes = max(0, room.room_for_gradients())
         return self.sends.room_bytes(self.beside_bytes)
 
     @property

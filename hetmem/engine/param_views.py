@@ -27,6 +27,7 @@ _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
 _DEVICE, _STAND_IN = attrgetter("device"), attrgetter("stand_in")
 _WORKING, _VIEW = attrgetter("working"), attrgetter("slot_view")
 _STORAGE, _REFERENCES = attrgetter("storage"), attrgetter("references")
+_TENSOR, _ADDRESS, _ADDRESS_NOW = attrgetter("tensor"), attrgetter("address"), torch.Tensor.data_ptr
 _BOUND_KIND, _WATCHED_KIND = attrgetter("bound_kind"), attrgetter("watched_kind")
 
 
@@ -92,9 +93,10 @@ class Bindings:
         except KeyError:
             flat, known = pool.flat(slot, chunk.compute_dtype, chunk.numel), [SlotView() for _ in chunk.parameters]
             pool.views[slot][chunk.layout] = flat, known
+        are_made = [*map(_ADDRESS_NOW, map(_TENSOR, known))] == [*map(_ADDRESS, known)]
         for managed, view in zip(chunk.parameters, known, strict=True):
             if managed.device is None:
-                if view.tensor.data_ptr() != view.address:  # it is new, or its storage was given other memory
+                if not are_made and view.tensor.data_ptr() != view.address:  # new, or its storage got other memory
                     self._make(view, managed, pool, slot)
                 managed.slot_view, managed.device = view, view.tensor
                 if managed.numel:

@@ -62,7 +62,9 @@ class WorkingGradients:
             fresh = managed in gathered.fresh and parameter.grad is None
             if (fresh or managed in summed.sums) and not sink.parts and arrived.layout is torch.strided:
                 plain = sink.segments.unseen and not (arrived.requires_grad or sink.runtime.bindings.met)
-                if plain and (gathered if fresh else summed).take(managed, weight, arrived):
+                alone = fresh and not gathered.gathers
+                take = gathered.send_alone if alone else (gathered if fresh else summed).take
+                if plain and take(managed, weight, arrived):
                     return
             if managed.chunk in gathered.chunks:
                 gathered.send(managed.chunk)

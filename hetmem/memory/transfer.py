@@ -209,7 +209,8 @@ class TransferEngine:
         self._copier.start(Job(tag, link, work, nbytes), after)
 
     def copy_now(self, link: Link, work: Callable[..., None], nbytes: int, tag: Any = None, *given: Any) -> None:
-        """Run `work(*given)` on this thread, at the link's speed, behind all compute so far."""
+        """Run `work(*given)` on this thread, at the link's speed, behind all compute so far. `tag`: a command, or None
+        for a gradient."""
         if link not in self._by_caller:
             self._copier.now(Job(tag, link, partial(work, *given), nbytes))
             return
@@ -219,7 +220,7 @@ class TransferEngine:
         use = self._by_caller[link]
         use.bytes += nbytes
         use.seconds += end - start
-        self.log((link, getattr(tag, "block", -1), start, end, nbytes))
+        self.log((link, -1 if tag is None else tag.block, start, end, nbytes))
 
     def within_compute(self, link: Link, work: Callable[[], None], nbytes: int) -> None:
         """Run `work`, which reads `nbytes` over `link` itself: on a GPU by a kernel in the stream of compute, which

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 import hetmem
 from benchmarks.call_cost import counted
 from hetmem import testing
+from tests.engine.harness import adamws, assert_same_weights
 
 
 class Scaled(nn.Module):
@@ -35,7 +36,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"first": Scaled(), "up": nn.Linear(32, 32), "down": nn.Linear(32, 32)}) for _ in range(8)
+            nn.ModuleDict({"first": Scaled(), "up": nn.Linear(32, 32), "down": nn.Linear(32, 32)}) for _ in range(12)
         )
         self.inner: Callable[[Stack, int, torch.Tensor], torch.Tensor] = Stack.block
 
@@ -57,12 +58,12 @@ def _kept() -> Iterator[None]:
 
 
 def _keeping(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
-    with _kept():
+    with _kept() if number % 2 else nullcontext():
         return stack.block(number, x)
 
 
 def _skipping(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
-    return x if number in (2, 3, 6) else stack.block(number, x)
+    return x if number in (3, 4, 8) else stack.block(number, x)
 
 
 def _in_another_order(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,7 @@ def _in_another_order(stack: Stack, number: int, x: torch.Tensor) -> torch.Tenso
 
 
 def _using_another(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
-    other: Any = stack.blocks[(number + 3) % len(stack.blocks)]
+    other: Any = stack.blocks[(number + 5) % len(stack.blocks)]
     return stack.block(number, nn.functional.linear(x, other["up"].weight))
 
 
@@ -92,7 +93,7 @@ def _of_a_call(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def _raising(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
-    if number == 5:
+    if number == 7:
         raise ArithmeticError("told")
     return stack.block(number, x)
 
@@ -100,34 +101,30 @@ def _raising(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
 PROGRAMS = [_keeping, _skipping, _in_another_order, _using_another, _writing, _of_a_call]
 
 
-def managed_stack(**options: Any) -> tuple[Stack, Any]:
+class Trained:
     """A model, and the same one managed with room for half of its copies, which measures its first steps alone."""
-    torch.manual_seed(0)
-    plain = Stack()
-    nbytes = sum(parameter.nbytes for parameter in plain.parameters())
-    limits = hetmem.Budget(device="64MiB", host="64MiB", device_chunks=nbytes // 2, home_copies=False)
-    managed = hetmem.manage(copy.deepcopy(plain), limits, device=hetmem.SimDevice(), chunk_bytes=16384, **options)
-    return plain, managed
 
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.plain, self.x = Stack(), torch.randn(4, 32)
+        nbytes = sum(parameter.nbytes for parameter in self.plain.parameters())
+        limits = hetmem.Budget(device="64MiB", host="64MiB", device_chunks=nbytes // 2, home_copies=False)
+        device, model = hetmem.SimDevice(), copy.deepcopy(self.plain)
+        self.managed: Any = hetmem.manage(model, limits, device=device, chunk_bytes=16384)
+        self.both = (self.plain, self.managed)
+        self.optimizers = adamws(*self.both)
 
-def step(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """One step of plain gradient descent; return the loss."""
-    loss = model(x)
-    loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=0.1)
-                parameter.grad = None
-    return loss.detach()  # type: ignore[no-any-return]
-
-
-def assert_same(plain: Stack, managed: Any, x: torch.Tensor, steps: int) -> None:
-    """Train both for so many `steps`, with the same bits."""
-    for _ in range(steps):
-        assert torch.equal(step(plain, x), step(managed, x))
-    for mine, others in zip(plain.parameters(), managed.parameters(), strict=True):
-        assert torch.equal(mine, others)
+    def train(self, steps: int) -> None:
+        """Train both for so many `steps`, with the same bits."""
+        for _ in range(steps):
+            losses = []
+            for model, optimizer in zip(self.both, self.optimizers, strict=True):
+                losses += (model(self.x),)
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(*losses)
+        assert_same_weights(*self.both)
 
 
 def without_rows(managed: Any) -> None:
@@ -140,14 +137,14 @@ def without_rows(managed: Any) -> None:
 def test_what_moves_is_what_single_calls_move(trains: bool) -> None:
     seen = []
     for each_alone in (False, True):
-        _, managed = managed_stack()
+        trained = Trained()
+        managed, inside = trained.managed, testing.of(trained.managed)
         if each_alone:
             without_rows(managed)
-        x, inside = torch.randn(4, 32), testing.of(managed)
         with torch.set_grad_enabled(trains):
             for _ in range(6):
-                step(managed, x) if trains else managed(x)
-            _, calls = counted(lambda model=managed, x=x: model(x))
+                trained.train(1) if trains else managed(trained.x)
+            _, calls = counted(lambda managed=managed, x=trained.x: managed(x))
         seen.append((inside.transfers(), inside.operators(), calls))
     (moved, used, calls), (moved_alone, used_alone, calls_alone) = seen
     assert moved == moved_alone
@@ -157,23 +154,21 @@ def test_what_moves_is_what_single_calls_move(trains: bool) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_that_leaves_what_was_learned_gets_the_bits_of_torch(program: Any) -> None:
-    plain, managed = managed_stack()
-    x = torch.randn(4, 32)
-    assert_same(plain, managed, x, 5)
+    trained = Trained()
+    trained.train(5)
     for inner in (program, Stack.block):
-        plain.inner = managed.inner = inner
-        assert_same(plain, managed, x, 2)
+        trained.plain.inner = trained.managed.inner = inner
+        trained.train(2)
 
 
 def test_a_call_that_raises_in_a_row_leaves_all_as_it_was() -> None:
-    plain, managed = managed_stack()
-    x = torch.randn(4, 32)
-    assert_same(plain, managed, x, 5)
-    hooks = [len(part._forward_hooks) for part in managed.modules()]
-    for model in (plain, managed):
+    trained = Trained()
+    trained.train(5)
+    hooks = [len(part._forward_hooks) for part in trained.managed.modules()]
+    for model in trained.both:
         model.inner = _raising
         with pytest.raises(ArithmeticError):
-            model(x)
+            model(trained.x)
         model.inner = Stack.block
-    assert [len(part._forward_hooks) for part in managed.modules()] == hooks
-    assert_same(plain, managed, x, 2)
+    assert [len(part._forward_hooks) for part in trained.managed.modules()] == hooks
+    trained.train(2)
