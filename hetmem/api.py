@@ -216,6 +216,7 @@ def _manage(
         runtime.room.shortage.rehearse = _rehearser(module, runtime, limits, nbytes, how)
         backward.watch()
         registry.watch_scalers()
+        registry.watch_exchanges()
         registry.add(module, Interception(module, runtime, how))
         undone.pop_all()
         taken.forget()

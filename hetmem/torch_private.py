@@ -14,6 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import (
@@ -25,6 +26,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 __all__ = [
     "SUPPORTED_NODES",
+    "NamedMemberAccessor",
     "TorchDispatchMode",
     "is_traceable_wrapper_subclass",
     "temporarily_clear_interpreter_stack",
@@ -97,6 +99,7 @@ dispatch_mode, PROXY = _C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY  # 
 REPLACED = {
     "torch.autograd._engine_run_backward": "intercept.backward: the begin and the end of every backward",
     "torch.amp.grad_scaler._MultiDeviceReplicator.get": "intercept.registry: waits for copies to host memory",
+    "NamedMemberAccessor.swap_tensors_dict": "intercept.registry: `functional_call` exchanges weights of a module",
     "torch.nn.Module._apply, of one instance": "intercept.hooks: `to`, `cuda`, `half` leave weights at home",
     "Parameter.__class__": "engine.param_views: hetmem sees the functions that get an unbound weight (ADR 25)",
 }

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hetmem import torch_private
 from hetmem.base.units import format_size
 from hetmem.base.warning import warn_user
 from hetmem.engine.gradient_views import updated_by_another
@@ -277,6 +278,23 @@ def watch_scalers() -> None:
     if _get is not None:
         _replicator.get = _get_here
     register_optimizer_step_pre_hook(_send_scale_home)
+
+
+@cache
+def watch_exchanges() -> None:
+    """Have modules show what `functional_call` exchanges for their weights within a forward, also those whose hooks are
+    off. Once for the process."""
+    accessor: Any = torch_private.NamedMemberAccessor
+    exchange = accessor.swap_tensors_dict
+
+    def exchanged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return exchange(self, *args, **kwargs)
+        finally:
+            for interception in interceptions():
+                interception.working.show_exchanged(self.module)
+
+    accessor.swap_tensors_dict = exchanged
 
 
 def _get_here(self: Any, device: torch.device) -> torch.Tensor:

@@ -165,6 +165,20 @@ class WorkingWeights:
         """Whether copies are leased for a graph that waits for its backward."""
         return bool(self._blocks or self._copies.leased)
 
+    def show_exchanged(self, module: torch.nn.Module) -> None:
+        """Have parts of `module` show tensors that the program has put in the place of their parameters, and working
+        weights again where it has put these back."""
+        by_id = self._runtime.bindings.by_id
+        for part in module.modules() if self._shown else ():
+            names = vars(part)
+            for name, parameter in part._parameters.items():
+                managed = by_id.get(id(parameter))
+                if managed is None and name in names:
+                    del names[name]
+                    self.serve = False
+                elif managed is not None and managed.working is not None and name not in names:
+                    names[name] = managed.working
+
     def uncover(self, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Have `module` show parameters that the program has exchanged for a call of it (`functional_call`). Returns
         the argument of `cover_again`; None if there are none."""

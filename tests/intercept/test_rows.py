@@ -92,23 +92,30 @@ def _of_a_call(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _exchanging(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
+    parts: Any = stack.blocks[number]
+    if number % 4 == 1:
+        x = torch.func.functional_call(parts["up"], {"weight": torch.eye(32), "bias": torch.full((32,), 0.5)}, (x,))
+    return stack.block(number, x)
+
+
 def _raising(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
     if number == 7:
         raise ArithmeticError("told")
     return stack.block(number, x)
 
 
-PROGRAMS = [_keeping, _skipping, _in_another_order, _using_another, _writing, _of_a_call]
+PROGRAMS = [_keeping, _skipping, _in_another_order, _using_another, _writing, _of_a_call, _exchanging]
 
 
 class Trained:
-    """A model, and the same one managed with room for half of its copies, which measures its first steps alone."""
+    """A model, and the same one managed with room for a `share` of its copies, which measures its first steps alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 0.5) -> None:
         torch.manual_seed(0)
         self.plain, self.x = Stack(), torch.randn(4, 32)
         nbytes = sum(parameter.nbytes for parameter in self.plain.parameters())
-        limits = hetmem.Budget(device="64MiB", host="64MiB", device_chunks=nbytes // 2, home_copies=False)
+        limits = hetmem.Budget(device="64MiB", host="64MiB", device_chunks=int(nbytes * share), home_copies=False)
         device, model = hetmem.SimDevice(), copy.deepcopy(self.plain)
         self.managed: Any = hetmem.manage(model, limits, device=device, chunk_bytes=16384)
         self.both = (self.plain, self.managed)
@@ -152,9 +159,9 @@ def test_what_moves_is_what_single_calls_move(trains: bool) -> None:
     assert not trains or calls < 0.8 * calls_alone
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_a_program_that_leaves_what_was_learned_gets_the_bits_of_torch(program: Any) -> None:
-    trained = Trained()
+@pytest.mark.parametrize(("program", "share"), [*((each, 0.5) for each in PROGRAMS), (_exchanging, 1.5)])
+def test_a_program_that_leaves_what_was_learned_gets_the_bits_of_torch(program: Any, share: float) -> None:
+    trained = Trained(share)
     trained.train(5)
     for inner in (program, Stack.block):
         trained.plain.inner = trained.managed.inner = inner
