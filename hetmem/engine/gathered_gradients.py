@@ -136,16 +136,12 @@ class GatheredGradients:
         if home is None or narrow or not self._in_place or sink.notifies or sink.runtime.traffic.updating:
             return False
         del self.fresh[managed]
-        weight.grad, parameter = None, managed.parameter
-        if home.device == parameter.device and home.dtype is parameter.dtype:
-            parameter.grad = home
-        else:
-            show_gradient(parameter, home)
+        show_first_gradient(managed.parameter, weight, home)
         try:
             if sink.send_to(managed, arrived, adds=False):
                 sink.flights.begin(managed)
         except BaseException:
-            show_gradient(parameter, None)
+            show_gradient(managed.parameter, None)
             raise
         return True
 
