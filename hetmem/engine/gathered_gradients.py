@@ -11,20 +11,18 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hetmem.engine.gradient_views import are_own, is_held, open_hidden_homes, show_first_gradient, show_gradient
+from hetmem.engine.sink import Sink
 from hetmem.engine.summed_gradients import SummedGradients
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.trace import Tier
 
 _HOOKS = attrgetter("parameter._backward_hooks"), attrgetter("parameter._post_accumulate_grad_hooks")
 _TRAINS, _NBYTES = attrgetter("parameter.requires_grad"), attrgetter("nbytes")
-
-Sink = Any
-"""The `GradientSink` that takes the gradients; it imports this module."""
 
 
 class Gathered:
@@ -43,7 +41,7 @@ class GatheredGradients:
     """The gathered gradients of one model. How many a chunk gets is learned from the backward before."""
 
     def __init__(self, sink: Sink) -> None:
-        self._sink: Callable[[], Sink] = weakref.ref(sink)
+        self._sink = cast("Callable[[], Sink]", weakref.ref(sink))
         copies = sink.runtime.traffic.gradients
         self._copies: Callable[[], Any] = weakref.ref(copies)
         self.fresh: dict[ManagedParameter, None] = {}

@@ -73,7 +73,8 @@ class GradientSink:
         self.parts: dict[ManagedParameter, tuple[int, torch.Tensor | None]] = {}
         """How many gradients are still to come of a parameter that gets several in this backward, and their sum so far:
         of one tensor torch would add them up before it adds them to `p.grad`."""
-        self.working, self.summed = WorkingGradients(self, hooks), SummedGradients(self)
+        self.summed = SummedGradients(self)
+        self.working = WorkingGradients(self, hooks, self.summed)
         runtime.traffic.gradients.send_gathered = weakly(self.send_gathered)
         self.began = False
         """Whether a backward has begun since that was last cleared."""

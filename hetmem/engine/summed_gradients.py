@@ -11,16 +11,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
 
 from hetmem.engine.gradient_views import show_gradient, take_gradient
+from hetmem.engine.sink import Sink
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier
-
-Sink = Any
-"""The `GradientSink` that takes the gradients; it imports this module."""
 
 
 class _Sum:
@@ -50,7 +48,7 @@ class SummedGradients:
     """The sums of one model, in a backward of several micro-batches."""
 
     def __init__(self, sink: Sink) -> None:
-        self._sink: Callable[[], Sink] = weakref.ref(sink)
+        self._sink = cast("Callable[[], Sink]", weakref.ref(sink))
         self._expected: dict[ManagedParameter, int] = {}
         self.sums: dict[ManagedParameter, _Sum] = {}
         """By parameter, what was added up so far; `p.grad` is its home, in flight."""

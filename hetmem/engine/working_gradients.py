@@ -9,39 +9,38 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from hetmem import torch_private
 from hetmem.engine.gathered_gradients import GatheredGradients
 from hetmem.engine.gradient_views import clear_consumed, take_gradient
+from hetmem.engine.sink import Sink
+from hetmem.engine.summed_gradients import SummedGradients
 from hetmem.memory.chunk import ManagedParameter
 
 _HOOKS_BEHIND = attrgetter("_post_accumulate_grad_hooks")
 
-Sink = Any
-"""The `GradientSink` that takes the gradients; it imports this module."""
-
 
 class ArrivalHooks(NamedTuple):
-    """Factories of autograd hooks that run before and after a gradient of the parameter with an `id` is accumulated,
-    and the function that orders these among the user's; `working`: of the hook that runs after a gradient of the
-    working weight of a parameter."""
+    """Factories, which are given a `GradientSink`, of autograd hooks that run before and after a gradient of the
+    parameter with an `id` is accumulated, and the function that orders these among the user's; `working`: of the hook
+    that runs after a gradient of the working weight of a parameter."""
 
-    before: Callable[[Sink, int], Callable[[torch.Tensor], None]]
-    after: Callable[[Sink, int], Callable[[torch.Tensor], None]]
-    order: Callable[[Sink, torch.Tensor], list[Any]]
-    working: Callable[[Sink, ManagedParameter], Callable[[torch.Tensor], None]]
+    before: Callable[[Any, int], Callable[[torch.Tensor], None]]
+    after: Callable[[Any, int], Callable[[torch.Tensor], None]]
+    order: Callable[[Any, torch.Tensor], list[Any]]
+    working: Callable[[Any, ManagedParameter], Callable[[torch.Tensor], None]]
 
 
 class WorkingGradients:
     """The gradients of one model's working weights."""
 
-    def __init__(self, sink: Sink, hooks: ArrivalHooks) -> None:
-        self._sink: Callable[[], Sink] = weakref.ref(sink)
+    def __init__(self, sink: Sink, hooks: ArrivalHooks, summed: SummedGradients) -> None:
+        self._sink = cast("Callable[[], Sink]", weakref.ref(sink))
         self._hooks = hooks
-        self.gathered = GatheredGradients(sink)
+        self.gathered, self._summed = GatheredGradients(sink), summed
 
     def hook(self, managed: ManagedParameter) -> Callable[[torch.Tensor], None]:
         """Return a hook for the working weight of `managed`, for after a gradient of it."""
@@ -58,7 +57,7 @@ class WorkingGradients:
                 return
             if not sink.runtime.in_backward:
                 sink.segments.on_backward()
-            gathered, summed = self.gathered, sink.summed
+            gathered, summed = self.gathered, self._summed
             fresh = managed in gathered.fresh and parameter.grad is None
             if (fresh or managed in summed.sums) and not sink.parts and arrived.layout is torch.strided:
                 plain = sink.segments.unseen and not (arrived.requires_grad or sink.runtime.bindings.met)
