@@ -76,7 +76,8 @@ class UseRows:
         self._watched = memory.device.watched
         self.open: UseRow | None = None
         """The row of saved weights that is leased: the backward uses them in this order."""
-        self._saved = {_operator(managed): managed for chunk in memory.chunks for managed in chunk.parameters}
+        self._saved: dict[str, ManagedParameter] = {}
+        """By the operator of the moment in which a backward uses it; filled as the first row is looked for."""
         self._of: dict[Hashable, tuple[SegmentTrace, dict[tuple[int, int], UseRow | None]]] = {}
         """The rows of saved weights by the key of their segment: of a trace, by first moment and length."""
 
@@ -133,6 +134,8 @@ class UseRows:
     def _find(self, moments: Sequence[Moment]) -> UseRow | None:
         """Return the longest row that begins with the first of `moments`; None if there is none."""
         used: dict[ManagedParameter, None] = {}
+        for chunk in () if self._saved else self._memory.chunks:
+            self._saved.update((saved_operator(managed), managed) for managed in chunk.parameters)
         for moment in moments:
             managed = self._saved.get(moment.operator)
             if managed is None or managed in used or moment.blocks != (managed.chunk.operand_block,):
@@ -155,6 +158,6 @@ class UseRows:
         return last
 
 
-def _operator(managed: ManagedParameter) -> str:
+def saved_operator(managed: ManagedParameter) -> str:
     """Return what a moment is called in which a backward uses `managed`, as it was saved."""
     return f"backward of {managed.name}"

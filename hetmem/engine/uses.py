@@ -19,7 +19,7 @@ from hetmem.engine.events import UNPACKED, EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic
-from hetmem.engine.use_rows import Together, UseRow, UseRows
+from hetmem.engine.use_rows import Together, UseRow, UseRows, saved_operator
 from hetmem.engine.write_check import WriteCheck, refused_data
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
@@ -254,7 +254,7 @@ class Uses:
             self.release_unheld()
         if not self._none_finished():
             self._traffic.executor.poll()
-        operator = f"backward of {managed.name}"
+        operator = saved_operator(managed)
         block = managed.chunk.operand_block
         usual = self._moment(operator, (block,))
         if managed in self._held:

@@ -14,8 +14,8 @@ keep what they show as long as anything refers to them, and all is learned anew.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, contains
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from hetmem.placing.working import WorkingWeights
 from hetmem.schedule.trace import SegmentTrace
 
 _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
-_PACKED = attrgetter("packed")
+_PACKED, _COMPILED = attrgetter("packed"), "_compiled_call_impl"
 
 
 class Step:
@@ -47,12 +47,15 @@ class Step:
 
 class Row:
     """The `uses` of calls whose weights are leased together, behind the call in which the row begins; `used`: with the
-    weights of that one. Meanwhile `hooks` are off. `packed`: how many weights hetmem's hooks pack in all of them."""
+    weights of that one. Meanwhile `hooks` are off, those of the modules with the `__dict__`s `names`. `packed`: how
+    many weights hetmem's hooks pack in all of them."""
 
-    __slots__ = ("hooks", "packed", "used", "uses")
+    __slots__ = ("hooks", "names", "packed", "used", "uses")
 
-    def __init__(self, hooks: PartHooks, uses: UseRow, used: Together, packed: int) -> None:
-        self.hooks, self.uses, self.used, self.packed = hooks, uses, used, packed
+    def __init__(
+        self, names: list[dict[str, Any]], hooks: PartHooks, uses: UseRow, used: Together, packed: int
+    ) -> None:
+        self.names, self.hooks, self.uses, self.used, self.packed = names, hooks, uses, used, packed
 
 
 class _Learned:
@@ -125,14 +128,14 @@ class Rows:
     def _is_plain(self, names: dict[str, Any]) -> bool:
         """Return whether the module with the `__dict__` `names` is a part of the model with the `forward` of its class,
         and without other modules and hooks of the program."""
-        plain = not names["_modules"] and "forward" not in names and id(names) in self._parts
+        plain = not (names["_modules"] or "forward" in names or _COMPILED in names) and id(names) in self._parts
         return plain and len(names["_forward_hooks"]) == len(names["_forward_pre_hooks"]) == 1
 
     def _find(self, learned: _Learned, at: int, most: int) -> Row | None:
         """Return the row of up to `most` calls from the moment number `at` on; None if there is none."""
         steps, seen = list[Step](), {*self.elsewhere}
         for step in learned.steps[at - 1 : at + most]:
-            if step is None or step.packed < 0 or (steps and not seen.isdisjoint(step.used)):
+            if step is None or step.packed < 0 or not seen.isdisjoint(step.used):
                 break
             steps += (step,)
             seen.update(step.used)
@@ -141,7 +144,7 @@ class Rows:
         used, names = [step.used for step in steps], [step.names for step in steps[1:]]
         uses = UseRow(chain.from_iterable(used[1:]), learned.trace.moments[at : at + len(names)])
         hooks = PartHooks(names, self._numbers * len(names))
-        return Row(hooks, uses, Together(chain.from_iterable(used)), sum(map(_PACKED, steps)))
+        return Row(names, hooks, uses, Together(chain.from_iterable(used)), sum(map(_PACKED, steps)))
 
     def come_behind(self, operator: str, used: list[ManagedParameter]) -> bool:
         """Return whether the trace has a use of `used` by `operator` next."""
@@ -154,6 +157,9 @@ class Rows:
         top = _top_hooks(True)
         if type(top[0]) is not Pack if top is not None else torch.is_grad_enabled():
             return False  # what hooks of others keep is seen at each call
+        if any(map(contains, row.names, repeat(_COMPILED))):  # since it was learned: compiled parts are regions
+            self.forget()
+            return False
         if not self._runtime.uses.use_in_a_row(row.uses):
             return False
         self._packed = self._saved.weights_packed
