@@ -35,9 +35,9 @@ _PACKED, _COMPILED = attrgetter("packed"), "_compiled_call_impl"
 
 
 class Step:
-    """The call of a module behind the moment before the moment number `at`, which is its own: `names`, the `__dict__`
-    of the module; `used`, its weights; and how many weights hetmem's hooks for saved tensors `packed` in it, -1 until
-    that is known, and if there were other moments within it."""
+    """The call of a module at the moment before that with the number `at`: `names`, the `__dict__` of the module;
+    `used`, its weights; and how many weights hetmem's hooks for saved tensors `packed` in it: -1 until that is known,
+    and for a call that cannot be in a row."""
 
     __slots__ = ("at", "began", "names", "packed", "used")
 
