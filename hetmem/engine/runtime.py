@@ -95,7 +95,8 @@ class Runtime:
 
     def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
         """Begin a forward, a backward or a step. `key` identifies its trace; `size`: the bytes of its inputs."""
-        self.uses.end_row()
+        if self.uses.rows.open is not None:
+            self.uses.end_row()
         self.room.look_at_allocator()
         self.tracer.begin(key, measured=measured, size=size)
         self.room.before_segment()

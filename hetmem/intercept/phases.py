@@ -300,7 +300,8 @@ class StepSegments:
     def settle(self) -> None:
         """End the backward segment if one runs, also if the backward raised or gradients fail to reach their homes."""
         if self.in_backward:
-            self._runtime.uses.end_row()
+            if self._runtime.uses.rows.open is not None:
+                self._runtime.uses.end_row()
             self.unseen = False
             self._runtime.in_backward = False
             try:
