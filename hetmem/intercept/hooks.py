@@ -114,7 +114,7 @@ class PartHooks:
         if self._off:
             return True
         found: list[Any] = [*map(getitem, self._where, self._names)]
-        all_alone = max(map(len, found), default=1) == 1 and all(map(contains, found, self._numbers))
+        all_alone = set(map(len, found)) <= {1} and all(map(contains, found, self._numbers))
         if not all_alone:
             alone = [len(of) == 1 and number in of for of, number in zip(found, self._numbers, strict=True)]
             lists = self._where, self._names, self._numbers
