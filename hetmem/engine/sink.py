@@ -24,6 +24,7 @@ class Sink(Protocol):
     flights: Flights
     notifies: bool
     parts: dict[ManagedParameter, Any]
+    ranked: Any
 
     @property
     def tells(self) -> bool:
