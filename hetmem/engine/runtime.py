@@ -31,10 +31,11 @@ from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.events import EventLog, Statistics
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
+from hetmem.engine.parameter_marks import ParameterMarks
 from hetmem.engine.ranked_writes import refuse_write
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.uses import Uses
-from hetmem.engine.write_check import ParameterMarks, WriteCheck
+from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import ManageError
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
