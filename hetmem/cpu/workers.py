@@ -231,20 +231,20 @@ def _bind_this_thread(cores: Collection[int]) -> None:
 class WorkerPool:
     """Runs the tasks of a batch on `threads` threads, the calling one included.
 
-    `threads=None` takes one for each CPU but those that are `left_to_training`, and the calling one. Workers bind to
-    `cores` (numbers of CPUs, such as those near the memory) if possible. They start with the first batch that can use
-    them; the interpreter's exit waits for batches under way. A thread that runs or joins a batch works on it too, and
-    needs no worker to finish it; so `run` may be called from several threads, from a task, after `close`, or in a
-    forked child.
+    `threads=None` takes one for each CPU but those that are `left_to_training`, and the calling one; if several
+    `processes` share the CPUs, each takes its part. Workers bind to `cores` (numbers of CPUs, such as those near the
+    memory) if possible. They start with the first batch that can use them; the interpreter's exit waits for batches
+    under way. A thread that runs or joins a batch works on it too, and needs no worker to finish it; so `run` may be
+    called from several threads, from a task, after `close`, or in a forked child.
     """
 
-    def __init__(self, threads: int | None = None, cores: Collection[int] | None = None) -> None:
+    def __init__(self, threads: int | None = None, cores: Collection[int] | None = None, processes: int = 1) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"a worker pool needs at least 1 thread, got {threads}")
         self._cores = frozenset(cores or ())
         if threads is None:
             allowed = _allowed(self._cores)
-            threads = len(allowed - left_to_training(allowed)) + (len(allowed) > 1)
+            threads = max(1, (len(allowed - left_to_training(allowed)) + (len(allowed) > 1)) // processes)
         self.threads = threads
         self._lock = threading.Lock()
         self._workers = self._new_workers()

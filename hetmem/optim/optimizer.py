@@ -425,7 +425,9 @@ class OffloadedOptimizer(Optimizer):
     def _stepper(self, interception: Interception) -> Stepper:
         if interception not in self._steppers:
             if self._workers is None:  # one pool for all models, on cores near the first one's device
-                self._workers = WorkerPool(cores=interception.runtime.memory.device.cores)
+                memory = interception.runtime.memory
+                processes = 1 if memory.ranks is None else memory.ranks.count
+                self._workers = WorkerPool(cores=memory.device.cores, processes=processes)
             self._steppers[interception] = Stepper(self, interception, self._workers, weakly(self._all_members))
         return self._steppers[interception]
 
