@@ -488,3 +488,40 @@ def test_micro_batches_take_turns_at_each_block_in_their_order(chunks: str) -> N
         assert managed.forwards == turns, step
         assert managed.gradients == [(2 - at, number) for at, number in turns], step
         assert_same_gradients(plain, managed)
+
+
+class Reader(nn.Module):
+    """A frozen embedding and layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 64).requires_grad_(False)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(self.embed(tokens))
+        return found.square().mean()
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_frozen_embedding_are_read_where_its_table_lies(
+    placement: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """By a kernel from page-locked memory, by the host from a file."""
+    torch.manual_seed(0)
+    plain = Reader().to(dtype)
+    managed = hetmem.manage(copy.deepcopy(plain), budget(placement, tmp_path), device="cuda", chunk_bytes="16KiB")
+    tokens = torch.randint(0, 512, (2, 12))
+    with torch.no_grad():
+        managed(tokens.cuda())
+    crossed = hetmem.report(managed).to_dict()["links"]["host_to_device"]["bytes"]
+    assert crossed < (512 * 64 + 4 * 65 * 64) * dtype.itemsize, "not the table"
+    losses = plain(tokens), managed(tokens.cuda())
+    assert torch.equal(losses[0].detach(), losses[1].detach().cpu())
+    for loss in losses:
+        loss.backward()
+    for ours, theirs in zip(managed.layers.parameters(), plain.layers.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad.cpu(), theirs.grad)
