@@ -149,6 +149,14 @@ def test_encoding_has_the_error_and_the_bytes_of_its_format(name: str) -> None:
         assert torch.equal(decoded(coding, again), found.flatten())
 
 
+@pytest.mark.parametrize("name", ["nf4", "mxfp4"])
+def test_a_last_short_block_has_a_scale_of_its_own(name: str) -> None:
+    values = torch.cat([torch.full((128,), 100.0), torch.linspace(-1, 1, 7)])
+    coding = Coding.of(name, values.shape)
+    found = decoded(coding, encoded(coding, values))
+    assert (found[128:] - values[128:]).abs().max() < 0.25, found[128:]
+
+
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_encoding_on_threads_gives_the_same_bytes(name: str) -> None:
     values = torch.randn(700, 1001)
