@@ -16,7 +16,7 @@ import torch
 
 from hetmem.base.config import set_launcher
 
-_IMPORTED = ["torch", "torch.distributed", "hetmem.ranks.join", "hetmem", "hetmem.ranks.prepared"]
+_IMPORTED = ["hetmem.ranks.join", "hetmem.ranks.prepared", "hetmem.testing"]
 
 
 def ranks(

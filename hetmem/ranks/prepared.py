@@ -1,5 +1,8 @@
-"""Imported by the process that the ranks of `hetmem.testing.ranks` are forks of, so that these find the host optimizer
-compiled."""
+"""Imported by the process that ranks of `hetmem.testing.ranks` are forks of, so that these need not import what torch
+imports late, nor compile the host optimizer."""
+
+import torch._dynamo
+import torch.distributed.tensor  # noqa: F401
 
 from hetmem.cpu import kernel_name
 

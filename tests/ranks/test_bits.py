@@ -8,8 +8,18 @@ import torch
 from hetmem.testing import ranks
 from tests.ranks.programs import PROGRAMS, difference, trained
 
+CLIPPED, TILES = "clipped, in two micro-batches", "checkpointed, chunks of several tiles"
 
-@pytest.mark.parametrize(("count", "names"), [(2, [*PROGRAMS]), (3, ["clipped, in two micro-batches", "bfloat16"])])
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (2, [TILES, "SGD"]),
+        (3, [CLIPPED, "bfloat16"]),
+        pytest.param(2, [*PROGRAMS], marks=pytest.mark.nightly),
+        pytest.param(4, [*PROGRAMS], marks=pytest.mark.nightly),
+    ],
+)
 def test_weights_gradients_and_states_are_those_of_plain_torch(count: int, names: list[str]) -> None:
     """Gradients divided by three are rounded, so another order, or a division after the sum, would show."""
     found = ranks(count, trained, names)
