@@ -186,5 +186,5 @@ class GatheredGradients:
 
 
 def _is_elsewhere(chunk: Chunk) -> bool:
-    """Return whether gradients of `chunk` have a home that is not in host memory."""
-    return Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].tier is not Tier.HOST
+    """Return whether gradients of `chunk` have, or borrow, a home that is not in host memory."""
+    return chunk.moved or (Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].tier is not Tier.HOST)

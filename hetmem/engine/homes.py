@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 import torch
 
 from hetmem.base.units import format_enough, format_size
+from hetmem.engine.lent_memory import LentMemory
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, RawMemory, Role, address_of
 from hetmem.memory.device import Device, DevicePool, out_of_memory
-from hetmem.memory.host_memory import HostPool, Loan
+from hetmem.memory.host_memory import HostPool
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.ranks.group import Ranks
 from hetmem.schedule.blocks import Block
-from hetmem.schedule.gradients import Lending, set_aside
+from hetmem.schedule.gradients import more_aside, set_aside
 from hetmem.schedule.layout import Layout
 from hetmem.schedule.placement import Room, idle_bytes, place, place_copies, room_bytes
 from hetmem.schedule.trace import Tier
@@ -71,15 +72,7 @@ class Memory:
     usable_bytes: int = field(init=False)
     """The device's bytes without `ALLOCATOR_SHARE`, on a GPU."""
     _gradient_reserves: dict[Chunk, Home] = field(default_factory=dict)
-    _lending: Lending = field(default_factory=Lending)
-    _spare: dict[int, list[memoryview]] = field(default_factory=dict)
-    """Memory that `_lending` can lend, by its bytes."""
-    _lent: dict[Home, memoryview] = field(default_factory=dict)
-    _loans: dict[Home, Loan] = field(default_factory=dict)
-    """Homes of gradients in memory that was not set aside."""
-    _loaned_bytes: int = 0
-    _activation_bytes: int = 0
-    """The most bytes of activations in host memory when a gradient was lent memory."""
+    lent: LentMemory = field(init=False)
     _home_ranges: list[tuple[int, int]] = field(default_factory=list)
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
 
@@ -87,6 +80,7 @@ class Memory:
         self.uses_copies = not self.resident or self.mixed_precision is not None
         unusable = 0 if self.device.watched else int(ALLOCATOR_SHARE * self.device_bytes)
         self.usable_bytes = self.device_bytes - unusable
+        self.lent = LentMemory(self.host_pool)
         host = self.host_pool.mapping.address
         self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
         if self.ranks is not None:
@@ -145,12 +139,16 @@ class Memory:
         self._place(role, list(zip(chunks, sizes, tiers, strict=True)))
 
     def _settle_on_device(self, chunk: Chunk, role: Role) -> None:
+        self._settle(chunk, role, self._allocate(chunk.home_nbytes(role), chunk.label(role)))
+
+    def _allocate(self, nbytes: int, what: str) -> RawMemory:
+        """Return zeroed device memory for `what`, of chunks whose homes are there."""
         try:
-            self._settle(chunk, role, self.device.allocate(chunk.home_nbytes(role)))
+            return self.device.allocate(nbytes)
         except torch.OutOfMemoryError as error:
             raise DeviceOutOfMemoryError(
-                f"{out_of_memory(self.device)} The device has no memory for {chunk.label(role)}, whose other homes are "
-                f"there: {format_size(chunk.home_nbytes(role))} wanted"
+                f"{out_of_memory(self.device)} The device has no memory for {what}, whose other homes are there: "
+                f"{format_size(nbytes)} wanted"
                 f"{self.homes_on_device()}, copies of parameters take "
                 f"{format_size(self.device_pool.held_bytes())}, of {format_size(self.device_bytes)}, the device "
                 f"budget: lower Budget(device_chunks=…), or Budget(device=…) if others use the device too"
@@ -339,51 +337,49 @@ class Memory:
     def set_aside(self, chunks: Iterable[Chunk]) -> None:
         """Reserve host memory for gradients of a few of `chunks` at a time, to be lent: see `schedule.gradients`."""
         for nbytes in set_aside([chunk.lent_nbytes for chunk in chunks], self.room().host_bytes):
-            self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
-            self._lending.add(nbytes)
+            self.lent.add(Tier.HOST, self.host_pool.reserve(nbytes))
+
+    def set_aside_on_device(self, chunks: Iterable[Chunk]) -> None:
+        """Allocate device memory for gradients of a few at a time of `chunks`, those that borrow it, to be lent. Raises
+        `DeviceOutOfMemoryError` if the device has none."""
+        for nbytes in more_aside([chunk.lent_nbytes for chunk in chunks], self.lent.sizes(Tier.DEVICE)):
+            memory = self._allocate(nbytes, "gradients of chunks")
+            self.lent.add(Tier.DEVICE, memory)
+            self._count_on_device(memory, nbytes)
+
+    def end_aside_on_device(self) -> None:
+        """Free what was set aside on the device, if no homes are there any more."""
+        if not any(chunk.moved for chunk in self.chunks):
+            for memory in self.lent.end(Tier.DEVICE):
+                self._count_on_device(memory, -memory.nbytes)
 
     @property
     def spare_bytes(self) -> int:
         """Bytes of host memory that were set aside and are not lent now."""
-        return self._lending.free_bytes
+        return self.lent.spare_bytes(Tier.HOST)
 
     def lends(self, chunk: Chunk, *, wide: bool = False) -> bool:
         """Return whether memory for gradients of `chunk` was set aside at all; `wide` as in `lend`."""
-        return self._lending.lends(chunk.sum_nbytes if wide else chunk.lent_nbytes)
+        return self.lent.lends(chunk.sum_nbytes if wide else chunk.lent_nbytes, _beside(chunk))
 
     def lend(self, chunk: Chunk, *, wide: bool) -> bool:
-        """Give gradients of `chunk` a home in memory that was set aside, or that nothing else takes, in the dtype in
-        which they arrive, or a `wide` one for a sum; False if there is none now."""
-        nbytes = chunk.sum_nbytes if wide else chunk.lent_nbytes
-        size = self._lending.take(nbytes)
-        if size is not None:
-            place = self._spare[size].pop()
-            home = Home(Tier.HOST, place[:nbytes])
-            self._lent[home] = place
-        elif (loan := self._borrow(nbytes)) is not None:
-            home = Home(Tier.HOST, loan.memory[:nbytes])
-            self._loans[home] = loan
-            self._loaned_bytes += nbytes
-        else:
+        """Give gradients of `chunk` a home in memory that was set aside, or of the host that nothing else takes, in the
+        dtype in which they arrive, or a `wide` one for a sum; False if there is none now."""
+        nbytes, tier = chunk.sum_nbytes if wide else chunk.lent_nbytes, _beside(chunk)
+        home = self.lent.take(nbytes, tier)
+        if home is None and tier is Tier.HOST and not self.staging_slots:  # with NVMe, states take all that homes leave
+            home = self.lent.borrow(nbytes)
+        if home is None:
             return False
         self.keep_gradients(chunk, home)
         if wide:
             chunk.gradient_dtype = None
         return True
 
-    def _borrow(self, nbytes: int) -> Loan | None:
-        """Return memory of `nbytes` that is free beside what activations take at most; with NVMe, where states take all
-        that homes leave, none."""
-        if self.staging_slots:
-            return None
-        activations = self.activation_bytes
-        self._activation_bytes = max(self._activation_bytes, activations)
-        return self.host_pool.lend(nbytes, self._activation_bytes - activations)
-
     @property
     def activation_bytes(self) -> int:
         """Bytes of activations in host memory."""
-        return self.host_pool.lent_bytes - self._loaned_bytes
+        return self.lent.activation_bytes
 
     def narrow_gradients(self, chunks: Iterable[Chunk]) -> None:
         """Have homes of gradients of `chunks`, which are to be reserved, keep the dtype in which these arrive."""
@@ -394,46 +390,38 @@ class Memory:
         """Give gradients of `chunks` host memory in the dtype in which they arrive, that makes room for a sum. Raises
         `BudgetError` if there is none."""
         for chunk in chunks:
-            if (loan := self.host_pool.lend(chunk.lent_nbytes)) is None:
+            if (home := self.lent.borrow(chunk.lent_nbytes, leaves_activations=False)) is None:
                 raise BudgetError(
                     f"host memory has no room for the gradients of chunk {chunk.spec.index}, "
                     f"{format_size(chunk.lent_nbytes)}, which all stay until their norm is known: raise Budget(host=…)"
                 )
-            home = Home(Tier.HOST, loan.memory[: chunk.lent_nbytes])
-            self._loans[home] = loan
-            self._loaned_bytes += chunk.lent_nbytes
             self.keep_gradients(chunk, home)
 
     def keep_gradients(self, chunk: Chunk, home: Home) -> None:
         """Make the lent `home` that of gradients of `chunk`, in the dtype in which they arrive, until
         `take_gradients`."""
         chunk.homes[Role.GRAD] = home
-        if home.tier is Tier.DEVICE:
-            self._count_on_device(home, chunk.lent_nbytes)
+        if home.tier is Tier.DEVICE and not self.lent.was_set_aside(home):
+            self._count_on_device(home.memory, chunk.lent_nbytes)
         chunk.gradient_dtype = None if chunk.compute_dtype is chunk.dtype else chunk.compute_dtype
 
     def take_gradients(self, chunk: Chunk) -> Home:
         """End `lend`, or `keep_gradients`, and return the home, whose memory is not free before `end_loan`."""
         chunk.gradient_dtype = None
         home = chunk.homes.pop(Role.GRAD)
-        if home.tier is Tier.DEVICE:
-            self._count_on_device(home, -chunk.lent_nbytes)
+        if home.tier is Tier.DEVICE and not self.lent.was_set_aside(home):
+            self._count_on_device(home.memory, -chunk.lent_nbytes)
         return home
 
-    def _count_on_device(self, home: Home, nbytes: int) -> None:
-        """Count a narrow home of gradients on the device, or with negative `nbytes` that there is none."""
+    def _count_on_device(self, memory: RawMemory, nbytes: int) -> None:
+        """Count `memory` on the device that gradients are lent, or with negative `nbytes` that there is none."""
         self.device_home_bytes += nbytes
-        span = _range(home.memory, abs(nbytes))
+        span = _range(memory, abs(nbytes))
         (self._device_ranges.append if nbytes > 0 else self._device_ranges.remove)(span)
 
     def end_loan(self, home: Home) -> None:
         """Free the memory of `home` for other loans, if it was lent."""
-        place = self._lent.pop(home, None)
-        if place is not None:
-            self._spare[place.nbytes].append(place)
-            self._lending.give(place.nbytes)
-        elif self._loans.pop(home, None) is not None:
-            self._loaned_bytes -= len(home.memory)
+        self.lent.give_back(home)
 
     def number(self, chunk: Chunk, role: Role, block: int) -> None:
         """Note the residency's block number of the home of `role`."""
@@ -477,6 +465,11 @@ def _roles_away(chunk: Chunk) -> dict[Role, None]:
 def _nbytes_without_way_back(chunk: Chunk) -> int:
     lost = (role for role, home in chunk.homes.items() if home.tier is Tier.DEVICE and home.away is None)
     return sum(map(chunk.home_nbytes, lost))
+
+
+def _beside(chunk: Chunk) -> Tier:
+    """Return the tier on which gradients of `chunk` are lent memory: where its homes are, on NVMe before it."""
+    return Tier.DEVICE if chunk.moved else Tier.HOST
 
 
 def _range(memory: RawMemory, nbytes: int) -> tuple[int, int]:

@@ -384,7 +384,10 @@ def reserve_homes(
             interception.share.bring_home(lends=lends)
         if memory.staying and not optimizer.rule.runs_on_device and memory.device.torch_device.type != "cpu":
             raise stays_on_device(memory, name)
-        traffic.ensure_homes(memory.staying, (Role.GRAD,))
+        if lends:
+            memory.set_aside_on_device(memory.staying)
+        else:
+            traffic.ensure_homes(memory.staying, (Role.GRAD,))
 
 
 def check_room(

@@ -50,7 +50,8 @@ class ResidentShare:
         self._idle_seen = idle
         updated = set[int]().union(*(listener.updates_on_device() for listener in self._sink.listeners))
         chunks = [chunk for chunk in runtime.chunks if not chunk.moved and _is_whole(chunk, updated)]
-        chosen = choose([self._candidate(chunk) for chunk in chunks], idle)
+        there = [chunk.lent_nbytes for chunk in runtime.chunks if chunk.moved and self._borrows(chunk)]
+        chosen = choose([self._candidate(chunk) for chunk in chunks], idle, there, memory.lent.sizes(Tier.DEVICE))
         if not chosen:
             return
         for listener in self._sink.listeners:
@@ -79,6 +80,7 @@ class ResidentShare:
                 traffic.wait_for_update(chunk)
                 if self._free_to_move(chunk) and self._can_move_back(chunk):
                     self._move_back(chunk)
+            memory.end_aside_on_device()
 
     def _leave_device(self) -> None:
         """Treat the homes of a model that is whole on the device as moved there, if they may leave it."""
@@ -160,12 +162,16 @@ class ResidentShare:
 
     # ---- what may move -----------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _candidate(chunk: Chunk) -> Candidate:
-        roles = chunk.homes.keys() - {Role.GRAD}
-        gradients = chunk.capacity * chunk.dtype.itemsize  # narrow ones, which are lent, end before it moves
+    def _borrows(self, chunk: Chunk) -> bool:
+        """Return whether gradients of `chunk` borrow memory on the device, if its homes are there."""
+        return self._sink.loans.lends and chunk.hides and (Role.GRAD not in chunk.homes or chunk in self._sink.lent)
+
+    def _candidate(self, chunk: Chunk) -> Candidate:
+        nbytes = sum(map(chunk.home_nbytes, chunk.homes.keys() - {Role.GRAD}))
         on_nvme = sum(chunk.home_nbytes(role) for role, home in chunk.homes.items() if home.tier is Tier.NVME)
-        return Candidate(sum(map(chunk.home_nbytes, roles)) + gradients, on_nvme)
+        if self._borrows(chunk):
+            return Candidate(nbytes, on_nvme, chunk.lent_nbytes)
+        return Candidate(nbytes + chunk.capacity * chunk.dtype.itemsize, on_nvme)  # gradients in full precision
 
     def _free_to_move(self, chunk: Chunk) -> bool:
         """Return whether only hetmem holds the homes of `chunk`, and all listeners can follow."""
@@ -207,8 +213,12 @@ class ResidentShare:
         memory, traffic = self._runtime.memory, self._runtime.traffic
         for role in list(chunk.homes):
             traffic.superseded(chunk, role)
-        roles = dict.fromkeys((*chunk.homes, Role.GRAD))
+        borrows = self._borrows(chunk)
+        roles = dict.fromkeys((*chunk.homes, *(() if borrows else (Role.GRAD,))))
         try:
+            if borrows:
+                there = [each for each in self._runtime.chunks if each.moved and self._borrows(each)]
+                memory.set_aside_on_device([chunk, *there])
             memories = {role: memory.device.allocate(chunk.home_nbytes(role)) for role in roles}
         except torch.OutOfMemoryError:
             return False

@@ -14,7 +14,7 @@ from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
 from hetmem.planner.workload import AS_IT_IS, Updating, Workload
 from hetmem.schedule.blocks import in_flight_bytes
-from hetmem.schedule.gradients import set_aside
+from hetmem.schedule.gradients import more_aside, set_aside
 from hetmem.schedule.layout import used_ends
 from hetmem.schedule.placement import (
     PAGE_BYTES,
@@ -49,7 +49,8 @@ class Arrangement:
     `numels[chunk]` elements of a chunk are transferred; parameter i lies in `chunk_of[i]` and has `elements[i]`.
     `left`: host memory and NVMe that homes leave free. Gradients of `lent` chunks have no home of their own: when one
     arrives, its chunk borrows one of the `set_aside` places in host memory (their bytes), or memory that is left,
-    until the update has read it. A gradient in such a place keeps the dtype it arrived in.
+    until the update has read it; one whose homes are on the device, of those that are `aside_there`. A gradient in such
+    a place keeps the dtype it arrived in.
     """
 
     ground: Ground
@@ -60,6 +61,7 @@ class Arrangement:
     left: Room
     lent: frozenset[int] = frozenset()
     set_aside: tuple[int, ...] = ()
+    aside_there: tuple[int, ...] = ()
     away_bytes: int = 0
     """The peak of offloaded activations in host memory and on NVMe together."""
     spilled_bytes: int = 0
@@ -75,8 +77,15 @@ class Arrangement:
 
     def may_borrow(self) -> Room:
         """Return the part of `left` that gradients can borrow: with NVMe, where states take all that is left, none."""
-        sizes = (self._gradient_bytes(chunk) + self.ground.home_bytes(chunk, "arriving") for chunk in self.lent)
+        lent = self.lent_on(Tier.HOST)
+        sizes = (self._gradient_bytes(chunk) + self.ground.home_bytes(chunk, "arriving") for chunk in lent)
         return Room(0 if self.ground.staging_slots else min(self.left.host_bytes, sum(sizes)), 0)
+
+    def lent_on(self, tier: Tier) -> list[int]:
+        """Return the chunks whose gradients borrow memory on `tier`, in order."""
+        return [
+            chunk for chunk in sorted(self.lent) if (self.homes["grad"][chunk] is Tier.DEVICE) == (tier is Tier.DEVICE)
+        ]
 
     def role_bytes(self, chunk: int, role: str) -> int:
         """Return the bytes that a transfer of `role` of `chunk` moves."""
@@ -100,8 +109,10 @@ class Arrangement:
                 role = f"{spec.format} codes"
                 found["param"] -= spec.coded_bytes
                 found[role] = found.get(role, 0) + spec.coded_bytes
+        if tier is not Tier.NVME:
+            aside = self.set_aside if tier is Tier.HOST else self.aside_there
+            found["grad"] = found.get("grad", 0) + sum(aside) - sum(map(self._gradient_bytes, self.lent_on(tier)))
         if tier is Tier.HOST:
-            found["grad"] = found.get("grad", 0) + sum(self.set_aside) - sum(map(self._gradient_bytes, self.lent))
             found["activations"] = self.away_bytes - self.spilled_bytes
             found["staging"] = self.ground.staging_slots * self.ground.staging_slot_bytes
         if tier is Tier.NVME:
@@ -168,6 +179,7 @@ def arrange(
         spilled = min(workload.away_bytes, max(0, workload.away_bytes - (left.host_bytes + loaned - apart)))
         nvme = left.nvme_bytes if ground.uses_nvme else capacities.nvme_bytes
         _check_room(nvme - spilled, workload, Tier.NVME)
+    there = [ground.home_bytes(chunk, "arriving") for chunk in sorted(ground.staying)] if lends else []
     return Arrangement(
         ground,
         homes,
@@ -175,8 +187,9 @@ def arrange(
         tuple(placement.chunk for placement in ground.layout.placements),
         tuple(spec.numel for spec in workload.parameters),
         left,
-        frozenset(homes["grad"]) - ground.staying - ground.unstaged if lends else frozenset(),
+        frozenset(homes["grad"]) - ground.unstaged if lends else frozenset(),
         set_apart,
+        more_aside(there, ()),
         workload.away_bytes,
         spilled,
     )
@@ -210,19 +223,26 @@ def to_the_device(arrangement: Arrangement, workload: Workload, idle: int) -> li
         for chunk in homes["exp_avg"]
         if homes["param"][chunk] is not Tier.DEVICE and workload.trainable & set(chunks[chunk].parameters)
     ]
-    return [free[at] for at in choose([_candidate(arrangement, chunk) for chunk in free], idle)]
+    there = [arrangement.ground.home_bytes(chunk, "arriving") for chunk in arrangement.lent_on(Tier.DEVICE)]
+    candidates = [_candidate(arrangement, chunk) for chunk in free]
+    return [free[at] for at in choose(candidates, idle, there, arrangement.aside_there)]
 
 
 def _candidate(arrangement: Arrangement, chunk: int) -> Candidate:
     at = {role: tiers[chunk] for role, tiers in arrangement.homes.items() if chunk in tiers}
     sizes = {role: arrangement.ground.home_bytes(chunk, role) for role in at}
-    return Candidate(sum(sizes.values()), sum(sizes[role] for role in at if at[role] is Tier.NVME))
+    on_nvme = sum(sizes[role] for role in at if at[role] is Tier.NVME)
+    if chunk in arrangement.lent:
+        return Candidate(sum(sizes.values()) - sizes["grad"], on_nvme, arrangement.ground.home_bytes(chunk, "arriving"))
+    return Candidate(sum(sizes.values()), on_nvme)
 
 
 def moved(arrangement: Arrangement, chunks: Sequence[int]) -> Arrangement:
     """Return `arrangement` with the homes of `chunks` on the device."""
     homes = {role: {**at, **{c: Tier.DEVICE for c in chunks if c in at}} for role, at in arrangement.homes.items()}
-    return replace(arrangement, homes=homes, lent=arrangement.lent.difference(chunks))
+    there = replace(arrangement, homes=homes)
+    sizes = [there.ground.home_bytes(chunk, "arriving") for chunk in there.lent_on(Tier.DEVICE)]
+    return replace(there, aside_there=(*there.aside_there, *more_aside(sizes, there.aside_there)))
 
 
 def check_device(workload: Workload, arrangement: Arrangement, capacities: Capacities) -> None:
@@ -318,6 +338,8 @@ def _owed(ground: Ground, roles: Sequence[str]) -> int:
 def with_own_gradients(arrangement: Arrangement, chunk: int) -> Arrangement:
     """Return `arrangement` with a permanent home for gradients of `chunk`, one of `lent`. Raises `NoRoom`."""
     nbytes, left = arrangement.ground.home_bytes(chunk, "grad"), arrangement.left
+    if arrangement.homes["grad"][chunk] is Tier.DEVICE:
+        return replace(arrangement, lent=arrangement.lent - {chunk})
     try:
         (tier,) = place([nbytes], left, "gradients that find no home to be lent")
     except BudgetError as error:

@@ -52,7 +52,7 @@ class SimulatedGradients:
         self._expected, self._turns = expected, turns
         self.arrivals: Counter[int] = Counter()
         self.new_bytes: Counter[Tier] = Counter()
-        self._lending = Lending(arrangement.set_aside)
+        self._lending = {Tier.HOST: Lending(arrangement.set_aside), Tier.DEVICE: Lending(arrangement.aside_there)}
         self._lent: dict[int, int] = {}
         """The bytes of the places that chunks borrow, by chunk."""
         self._loans: dict[int, int] = {}
@@ -210,10 +210,11 @@ class SimulatedGradients:
         """Lend gradients of `chunk` a home that was set aside, or what is free; False if there is none now."""
         arrangement = self.arrangement
         nbytes = self._lent_bytes(chunk)
-        place = self._lending.take(nbytes)
+        tier = self._beside(chunk)
+        place = self._lending[tier].take(nbytes)
         if place is not None:
             self._lent[chunk] = place
-        elif not arrangement.ground.staging_slots and nbytes <= arrangement.left.host_bytes:
+        elif tier is Tier.HOST and not arrangement.ground.staging_slots and nbytes <= arrangement.left.host_bytes:
             self._loans[chunk] = nbytes
             self._borrow(nbytes)
         return self.waits(chunk)
@@ -228,7 +229,20 @@ class SimulatedGradients:
 
     def may_lend(self, chunk: int) -> bool:
         """Return whether a home large enough for gradients of `chunk` was set aside, lent or not."""
-        return self._lending.lends(self._lent_bytes(chunk))
+        return self._lending[self._beside(chunk)].lends(self._lent_bytes(chunk))
+
+    def _beside(self, chunk: int) -> Tier:
+        """Return the tier on which gradients of `chunk` are lent memory."""
+        return Tier.DEVICE if self.arrangement.homes["grad"][chunk] is Tier.DEVICE else Tier.HOST
+
+    def move_in(self, arrangement: Arrangement) -> None:
+        """Take over `arrangement`, in which homes have moved to the device, with what gradients borrow there."""
+        have = len(self.arrangement.aside_there)
+        self.arrangement = arrangement
+        for nbytes in arrangement.aside_there[have:]:
+            self._lending[Tier.DEVICE].add(nbytes)
+            self._notes.home_bytes += nbytes
+            self.new_bytes[Tier.DEVICE] += nbytes
 
     def _lent_bytes(self, chunk: int) -> int:
         return self.arrangement.ground.home_bytes(chunk, "grad" if self._turns else "arriving")
@@ -237,9 +251,13 @@ class SimulatedGradients:
         """Give gradients of `chunk` a permanent home. Raises `NoRoom` if there is no room."""
         self.arrangement = arrangement = with_own_gradients(self.arrangement, chunk)
         tier = arrangement.homes["grad"][chunk]
-        self.new_bytes[tier] += arrangement.ground.home_bytes(chunk, "grad")
+        nbytes = arrangement.ground.home_bytes(chunk, "grad")
+        self.new_bytes[tier] += nbytes
         self._note_loans()
-        self._traffic.rehome(self._blocks["grad", chunk], tier)
+        if tier is Tier.DEVICE:
+            self._notes.home_bytes += nbytes
+        else:
+            self._traffic.rehome(self._blocks["grad", chunk], tier)
 
     def waits(self, chunk: int) -> bool:
         """Return whether gradients of `chunk` wait in a borrowed home for their update."""
@@ -248,7 +266,7 @@ class SimulatedGradients:
     def retire(self, chunk: int) -> None:
         """Give the borrowed home of `chunk` back, now that the update has read its gradients."""
         if chunk in self._lent:
-            self._lending.give(self._lent.pop(chunk))
+            self._lending[self._beside(chunk)].give(self._lent.pop(chunk))
         elif chunk in self._loans:
             self._borrow(-self._loans.pop(chunk))
 

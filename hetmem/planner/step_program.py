@@ -307,13 +307,12 @@ class Rehearsal:
                 self._traffic.move_in(
                     self._blocks[role, chunk], home, 0 if lent or fresh else arrangement.role_bytes(chunk, role)
                 )
-                self._notes.home_bytes += nbytes
-                if lent:  # a borrowed home frees no memory of its own
-                    self._sink.new_bytes[Tier.DEVICE] += nbytes
+                if lent:  # a borrowed home takes, and frees, no memory of its own
                     continue
+                self._notes.home_bytes += nbytes
                 left = self._moved.setdefault(homes[chunk].name.lower(), {})
                 left[role] = left.get(role, 0) + nbytes
-        self._sink.arrangement = moved(arrangement, chosen)
+        self._sink.move_in(moved(arrangement, chosen))
 
     def _members(self, chunk: int) -> set[int]:
         """Return the parameters of `chunk` that an update changes."""

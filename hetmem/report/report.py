@@ -112,7 +112,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "chunks": len(runtime.chunks),
         "chunk_bytes": layout.chunk_elements * widest,
         "chunk_waste": layout.waste,
-        "bytes_per_parameter": (home_bytes + runtime.memory.spare_bytes) / max(1, parameters),
+        "bytes_per_parameter": (home_bytes + sum(map(runtime.memory.lent.spare_bytes, Tier))) / max(1, parameters),
         "planned": None if runtime.prediction is None else dict(runtime.prediction),
         "loss": runtime.loss,
         "missing": _missing(runtime, window),
@@ -275,6 +275,8 @@ def _tiers(runtime: Runtime) -> dict[str, dict[str, Any]]:
         }
         for name, (peak, capacity) in tier_peaks(runtime).items()
     }
+    if there := memory.lent.spare_bytes(Tier.DEVICE):
+        tiers["device"]["homes"]["grad"] = tiers["device"]["homes"].get("grad", 0) + there
     tiers["device"] |= {
         "chunk_peak_bytes": max(statistics.chunk_peak_bytes, chunk_bytes),
         "non_model_peak_bytes": statistics.non_model_peak_bytes,

@@ -178,6 +178,20 @@ def set_aside(sizes: Iterable[int], free_bytes: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def more_aside(sizes: Iterable[int], have: Iterable[int]) -> tuple[int, ...]:
+    """Return the bytes of each buffer to set aside for gradients of chunks of `sizes`, beside those that there are, of
+    the bytes `have`."""
+    left, more = sorted(have), list[int]()
+    sizes = [*sizes]
+    for nbytes in set_aside(sizes, sum(sizes)):
+        at = bisect_left(left, nbytes)
+        if at < len(left):
+            left.pop(at)
+        else:
+            more.append(nbytes)
+    return tuple(more)
+
+
 class Lending:
     """Lends buffers of fixed sizes: the smallest free one that is large enough."""
 

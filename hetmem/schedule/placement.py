@@ -7,13 +7,13 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
 from hetmem.schedule.blocks import in_flight_bytes
-from hetmem.schedule.gradients import set_aside
+from hetmem.schedule.gradients import more_aside, set_aside
 from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,
     PAGE_ELEMENTS,
@@ -396,10 +396,12 @@ MARGIN_SHARE = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A chunk whose homes may move: the bytes they take of the device, and how many of these lie on NVMe now."""
+    """A chunk whose homes may move: the bytes they take of the device, and how many of these lie on NVMe now.
+    `lent_bytes`: of a buffer there that its gradients borrow, if they have no home."""
 
     device_bytes: int
     nvme_bytes: int = 0
+    lent_bytes: int = 0
 
 
 def room_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, home_bytes: int) -> int:
@@ -419,16 +421,23 @@ def idle_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, ch
     return room_bytes(usable_bytes, chunk_cap_bytes, non_model_bytes + margin, chunk_bytes)
 
 
-def choose(candidates: Sequence[Candidate], idle: int) -> list[int]:
+def choose(
+    candidates: Sequence[Candidate], idle: int, there: Iterable[int] = (), buffers: Iterable[int] = ()
+) -> list[int]:
     """Return the numbers of the candidates that move into `idle` bytes, in the order in which they move.
 
     First those with the greatest part on NVMe, the slowest tier; of equal ones the first given, which should be the
     first used: its gradient arrives last, and a step waits for its update. Candidates that do not fit are skipped.
+    `there`: the `lent_bytes` of the chunks that are on the device; `buffers`: the bytes of those set aside there.
     """
     order = sorted(range(len(candidates)), key=lambda at: -candidates[at].nvme_bytes / candidates[at].device_bytes)
-    chosen = []
+    chosen, lent, have = list[int](), [*there], [*buffers]
     for at in order:
-        if candidates[at].device_bytes <= idle:
+        candidate = candidates[at]
+        more = more_aside([*lent, candidate.lent_bytes], have) if candidate.lent_bytes else ()
+        if candidate.device_bytes + sum(more) <= idle:
             chosen.append(at)
-            idle -= candidates[at].device_bytes
+            idle -= candidate.device_bytes + sum(more)
+            have += more
+            lent += (candidate.lent_bytes,) if candidate.lent_bytes else ()
     return chosen

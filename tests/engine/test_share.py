@@ -53,6 +53,12 @@ def room(where: str, mixed: torch.dtype | None, directory: Path, moving: int = 8
     return hetmem.Budget(device="64MiB", host=16 * CHUNK, device_chunks=cap, nvme="64MiB", nvme_dir=directory)
 
 
+def moving(where: str, mixed: torch.dtype | None, overlap: str) -> int:
+    """Slots of the chunks that move: with overlap, gradients of 16 bits borrow less than their homes would take, which
+    is enough for one more slot where chunks have no 16-bit copies at home."""
+    return 9 if overlap != "off" and mixed is not None and where == "nvme" else 8
+
+
 def chunks_of(module: nn.Module) -> list[testing.ChunkFacts]:
     return testing.of(module).chunks()
 
@@ -81,7 +87,7 @@ def test_the_bits_are_those_of_plain_torch(overlap: str, where: str, mixed: torc
     plain, managed = pair(build, room(where, mixed, tmp_path), tmp_path, mixed_precision=mixed)
     optimizers = adamws(plain, managed, overlap=overlap)
     train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed), optimizers=optimizers)
-    assert moved(managed) == 8
+    assert moved(managed) == moving(where, mixed, overlap)
     for chunk in chunks_of(managed):
         tiers = set(chunk.homes.values())
         assert (tiers == {"device"}) == chunk.moved
@@ -198,7 +204,7 @@ def test_homes_that_go_back_within_a_backward_are_no_write_of_the_user_s(
     plain, managed = pair(build, room(where, mixed, tmp_path), tmp_path, mixed_precision=mixed)
     optimizers = adamws(plain, managed, overlap=overlap)
     train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed), optimizers=optimizers)
-    assert moved(managed) == 8
+    assert moved(managed) == moving(where, mixed, overlap)
     managed.blocks[0].norm.register_full_backward_hook(lambda *_: testing.of(managed).make_room())
     train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
 
