@@ -286,8 +286,10 @@ def survey(
     aside = sum(set_aside(gradients, beside_staging // _ASIDE)) if uses_nvme else 0
     if beside_staging - aside + capacities.nvme_bytes < sum(role_sizes.values()) + 2 * max(role_sizes.values()):
         aside = 0  # weights need all the room
-    staying, missing = frozenset[int](), 0
-    if not (resident or in_host):
+    device = min(cap, capacities.usable_bytes - beside_bytes)
+    device -= min(total, _LEAST_SLOTS + max(spans.values())) * slot_bytes
+
+    def stay(roles: float, *, lends: bool) -> tuple[frozenset[int], int]:
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
         missing -= round_down(host_bytes, PAGE_BYTES)
         missing -= int((STAGED_ROLES - roles) * sum(trained_sizes))
@@ -296,12 +298,16 @@ def survey(
             missing += sum(role_sizes[index] for index in unstaged & with_states)
         if uses_nvme:  # a home too large for the rest of one tier goes to the other
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
-        device = min(cap, capacities.usable_bytes - beside_bytes)
-        device -= min(total, _LEAST_SLOTS + max(spans.values())) * slot_bytes
         elsewhere = {index: int(roles * role_sizes[index]) for index in with_states}
         for index in elsewhere.keys() & copy_sizes.keys() if capacities.home_copies else ():
             elsewhere[index] += copy_sizes[index]
-        staying, missing = _staying(layout, role_sizes, elsewhere, missing, device)
+        lent = {index: spans[index] * elements * arriving[index] for index in with_states} if lends else {}
+        return _staying(layout, role_sizes, elsewhere, lent, missing, device)
+
+    staying, missing = (frozenset[int](), 0) if resident or in_host else stay(roles, lends=lends)
+    if missing > 0 and not lends:
+        with_overlap, short = stay(roles - 1, lends=True)
+        staying = staying if short else with_overlap  # then only an optimizer that consumes gradients has room
     return Ground(
         layout,
         itemsize,
@@ -324,17 +330,30 @@ def survey(
 
 
 def _staying(
-    layout: Layout, sizes: Mapping[int, int], elsewhere: Mapping[int, int], missing: int, room: int
+    layout: Layout,
+    sizes: Mapping[int, int],
+    elsewhere: Mapping[int, int],
+    lent: Mapping[int, int],
+    missing: int,
+    room: int,
 ) -> tuple[frozenset[int], int]:
     """Return the chunks that stay in `room` bytes of the device with all roles, so that `missing` bytes fit elsewhere,
     and what is still missing then. Parameters of a chunk take `sizes`, and its homes would take `elsewhere` off the
-    device. Small chunks are chosen first, so that little more than `missing` stays."""
-    chosen = set[int]()
+    device. Gradients of chunks in `lent` borrow buffers of these bytes there. Small chunks are chosen first, so that
+    little more than `missing` stays."""
+    chosen, borrowed, buffers = set[int](), list[int](), list[int]()
     for index in sorted(elsewhere, key=lambda index: (layout.chunks[index].span, index)):
-        size = STAGED_ROLES * sizes[index]
-        if missing > 0 and size <= room:
+        if missing <= 0:
+            break
+        size, more = STAGED_ROLES * sizes[index], tuple[int, ...]()
+        if index in lent:
+            more = more_aside([*borrowed, lent[index]], buffers)
+            size += sum(more) - sizes[index]
+        if size <= room:
             chosen.add(index)
             missing, room = missing - elsewhere[index], room - size
+            buffers += more
+            borrowed += (lent[index],) if index in lent else ()
     return frozenset(chosen), max(0, missing)
 
 
