@@ -260,29 +260,28 @@ class Memory:
     def borrow_way_back(self, chunks: Iterable[Chunk]) -> None:
         """Borrow host memory for each home of `chunks` that has none reserved there. Raises `BudgetError`, with nothing
         borrowed, if there is no room."""
-        found = dict[Home, Loan]()
+        found = dict[Home, Home]()
         for chunk in chunks:
             for role, home in chunk.homes.items():
                 if home.tier is not Tier.DEVICE or home.away is not None:
                     continue
-                if (loan := self.host_pool.lend(chunk.home_nbytes(role))) is None:
+                if (away := self.lent.borrow(chunk.home_nbytes(role), leaves_activations=False)) is None:
+                    for each in found.values():
+                        self.lent.give_back(each)
                     needed = sum(_nbytes_without_way_back(each) for each in chunks)
-                    free = self.host_pool.loan_room_bytes(0) + sum(len(each.memory) for each in found.values())
+                    free = self.host_pool.loan_room_bytes(0)
                     raise BudgetError(
                         f"homes on the device take {format_size(needed)}, and host memory has {format_size(free)} for "
                         f"them: raise Budget(host=…) by {format_enough(needed - free)}"
                     )
-                found[home] = loan
-        for home, loan in found.items():
-            home.away = Home(Tier.HOST, loan.memory)
-            self._loans[home.away] = loan
-            self._loaned_bytes += len(loan.memory)
+                found[home] = away
+        for home, away in found.items():
+            home.away = away
 
     def end_way_back(self, chunk: Chunk) -> None:
         """Give back what `borrow_way_back` has borrowed for `chunk`, whose homes are on the device."""
         for home in chunk.homes.values():
-            if home.away in self._loans:
-                self.end_loan(home.away)
+            if home.away is not None and self.lent.give_back(home.away):
                 home.away = None
 
     @property

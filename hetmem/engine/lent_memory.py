@@ -98,12 +98,15 @@ class LentMemory:
         """Return whether `home` lies in a buffer."""
         return home in self._lent
 
-    def give_back(self, home: Home) -> None:
-        """Free the memory of `home` for others, if it was lent."""
+    def give_back(self, home: Home) -> bool:
+        """Free the memory of `home` for others; return False if it was not lent."""
         memory = self._lent.pop(home, None)
         if memory is not None:
             buffers = self._buffers[home.tier]
             buffers.spare[memory.nbytes].append(memory)
             buffers.lending.give(memory.nbytes)
-        elif self._loans.pop(home, None) is not None:
-            self._loaned_bytes -= home.memory.nbytes
+            return True
+        if self._loans.pop(home, None) is None:
+            return False
+        self._loaned_bytes -= home.memory.nbytes
+        return True

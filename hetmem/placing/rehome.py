@@ -138,6 +138,7 @@ class ResidentShare:
                     if not moved:
                         self._moved.append(chunk)
                     self._move_back(chunk)
+                memory.end_aside_on_device()
             except BaseException:
                 self.come_back([each for each in left if not each[0].moved])
                 raise
@@ -151,6 +152,7 @@ class ResidentShare:
             memories = [
                 {role: memory.device.allocate(chunk.home_nbytes(role)) for role in chunk.homes} for chunk, _ in left
             ]
+            memory.set_aside_on_device([chunk for chunk, _ in left if self._borrows(chunk)])
             for (chunk, moved), into in zip(left, memories, strict=True):
                 for role, home in chunk.homes.items():
                     self._copy(Link.HOST_TO_DEVICE, chunk, role, into[role], home.memory)

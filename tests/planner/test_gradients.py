@@ -106,8 +106,8 @@ def test_so_are_they_with_several_backwards_in_a_step(where: str, options: dict[
 @pytest.mark.in_turn
 @pytest.mark.parametrize(("layers", "options"), [(164, {}), (212, STREAMED)], ids=["off", "overlap"])
 def test_a_model_of_nine_tenths_of_device_and_host_is_planned_and_trains(layers: int, options: dict[str, Any]) -> None:
-    """80 GiB of device and 104 GiB of host memory in small: at 16 bytes a parameter 11 B of them, at 12 with overlap, on
-    the device too, 14 B. Gradients there borrow a few buffers."""
+    """80 GiB of device and 104 GiB of host memory in small: at 16 bytes a parameter 11 B of them, at 12 with overlap 14
+    B. Gradients of chunks on the device borrow a few buffers there."""
     scale = 16 * 1024
     budget = hetmem.Budget(device=80 * GIB // scale, host=104 * GIB // scale)
     batches = vector_batches(2, 4, WIDTH, dtype=BF16)
