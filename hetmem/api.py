@@ -113,7 +113,8 @@ def manage(
     weights of two dimensions or more with 4,096 elements or more, except embeddings and output embeddings; a mapping
     from patterns of names to formats (None = as they are) selects others. Training gives the bits of plain torch over
     a model that has the decoded values. Such a weight can be read, and not written or trained. Frozen parameters may be
-    on `meta` then, and are NaN until `hetmem.load_weights`. None = none.
+    on `meta` then, and are NaN until `hetmem.load_weights`. None = none. Weights that bitsandbytes, torchao or
+    transformers has quantised before keep their codes, whatever it is (see docs/quantised.md).
     `group`: the ranks of this machine that train the model together, from one copy of it in host memory, with the bits
     of plain torch that runs their batches in turn: a `ProcessGroup`, or a `DeviceMesh` of one dimension. None = those
     of the initialised process group, or of a launcher such as torchrun; False = this process alone. `budget.host` is
