@@ -66,7 +66,10 @@ def test_training_has_the_bits_of_the_loop(kind: str, mixed: torch.dtype | None,
     trained(plain, managed, step, overlap)
 
 
-@pytest.mark.parametrize("other", ["autocast", "hooks", "teacher"])
+@pytest.mark.parametrize(
+    "other",
+    ["autocast", *(pytest.param(other, marks=pytest.mark.nightly) for other in ("hooks", "teacher"))],
+)
 def test_forwards_that_differ_from_the_first_one_are_right(other: str, tmp_path: Path) -> None:
     """Once all copies are leased, the second micro-batch computes under autocast or with hooks for saved tensors, or
     the later ones without a graph first."""

@@ -471,7 +471,10 @@ class Ordered(nn.Module):
         self.gradients.append((at, number))
 
 
-@pytest.mark.parametrize("chunks", ["32KiB", "64KiB"], ids=["some of the copies", "all copies"])
+@pytest.mark.parametrize(
+    "chunks",
+    [pytest.param("32KiB", marks=pytest.mark.nightly, id="some of the copies"), pytest.param("64KiB", id="all copies")],
+)
 def test_micro_batches_take_turns_at_each_block_in_their_order(chunks: str) -> None:
     """Nodes of a GPU have a queue and a thread of their own."""
     managed = Ordered()

@@ -68,7 +68,10 @@ def test_peaks_and_bytes_of_a_run_are_the_planned_ones(
         assert steps[-1] == plan.link_bytes
 
 
-@pytest.mark.parametrize(("device", "limit"), [(8 * MIB, "device_chunks=…"), (MIB, "device=…, device_chunks=…")])
+@pytest.mark.parametrize(
+    ("device", "limit"),
+    [(8 * MIB, "device_chunks=…"), pytest.param(MIB, "device=…, device_chunks=…", marks=pytest.mark.nightly)],
+)
 def test_a_device_without_room_for_the_last_block_and_the_head_says_what_to_raise(device: int, limit: str) -> None:
     """Where copies may have a part of it, that may be what lacks room."""
     little = hetmem.Budget(device=device, device_chunks=256 * KIB, host=32 * MIB)
@@ -117,7 +120,7 @@ class Shared(Hidden):
         self.layers[3].up = self.layers[0].up
 
 
-@pytest.mark.parametrize("build", [Hidden, Shared])
+@pytest.mark.parametrize("build", [pytest.param(Hidden, marks=pytest.mark.nightly), Shared])
 def test_backwards_within_checkpoints_are_planned_as_they_run(build: Callable[[], GPT]) -> None:
     asked: dict[str, Any] = {"chunk_bytes": 128 * KIB, "micro_batches": COUNT, "accumulate": True}
     plan = plan_alone(build, BATCH, ROOMY, **asked)
