@@ -27,7 +27,7 @@ from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
 from hetmem.ranks.launch import ranks
 from hetmem.schedule import saved
-from hetmem.schedule.trace import Tier, segment_name
+from hetmem.schedule.trace import Schedule, Tier, segment_name
 from hetmem.tools.difference import Difference, compare, first_difference
 
 __all__ = ["Difference", "compare", "first_difference", "ranks"]
@@ -316,10 +316,12 @@ class Inside:
         self._runtime.statistics.non_model_peak_bytes = 0
 
     def prefetch(self, chunk: int, tier: str, role: str = "param") -> None:
-        """Begin to fetch `role` of `chunk` to `tier`, if there is room."""
+        """Begin to fetch `role` of `chunk` to `tier`, if there is room, as if no use were expected."""
         block = self._runtime.chunks[chunk].homes[_role(role)].block
         assert block is not None
-        self._traffic.execute(self._traffic.residency.prefetch([block], Tier[tier.upper()]))
+        residency, at = self._traffic.residency, Tier[tier.upper()]
+        self._traffic.execute(residency.expect({at: Schedule([])}))
+        self._traffic.execute(residency.prefetch([block], at))
 
     def forget_copies(self) -> None:
         """Evict every copy on every tier; none may be in use."""
