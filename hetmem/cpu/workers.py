@@ -269,8 +269,7 @@ class WorkerPool:
         must not raise: its error becomes the batch's if no task failed, for later joins.
         """
         batch = Batch(tasks, after)
-        self._share(batch, min(max(1, self.threads - 1), len(tasks)))
-        if not self._workers:  # no thread could be started
+        if not self._share(batch, min(max(1, self.threads - 1), len(tasks))):  # no thread could be started
             batch.drain()
         return batch
 
@@ -282,10 +281,14 @@ class WorkerPool:
             workers.stop()
             workers.join()
 
-    def _share(self, batch: Batch, helpers: int) -> None:
-        if helpers > 0:
+    def _share(self, batch: Batch, helpers: int) -> bool:
+        """Have so many `helpers` work on `batch`; return False if there is none, at the limit of threads."""
+        if helpers <= 0:
+            return False
+        if not self._workers:
+            with self._lock, suppress(RuntimeError):
+                self._workers.start()
             if not self._workers:
-                with self._lock, suppress(RuntimeError):  # at the limit of threads `join` does the work
-                    self._workers.start()
-            if self._workers:
-                self._workers.submit(partial(_drain, batch, helpers - 1, self._workers.submit))
+                return False
+        self._workers.submit(partial(_drain, batch, helpers - 1, self._workers.submit))
+        return True

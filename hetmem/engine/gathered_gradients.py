@@ -76,7 +76,11 @@ class GatheredGradients:
         hooks = [max(map(len, filter(None, map(which, managed_ones))), default=0) for which in _HOOKS]
         if max(hooks) > 1:
             managed_ones = [each for each in managed_ones if max(len(which(each) or ()) for which in _HOOKS) < 2]
-        elsewhere = {chunk for chunk in runtime.chunks if _is_elsewhere(chunk)}
+        memory = runtime.memory
+        others = (
+            runtime.chunks if memory.device_home_bytes or memory.staging_slots else ()
+        )  # else all are in host memory
+        elsewhere = {chunk for chunk in others if _is_elsewhere(chunk)}
         found = [each for each in managed_ones if each.parameter.grad is None and each.chunk not in elsewhere]
         shown = [each for each in found if each.grad_home is not None and each.grad_view is None]
         self._in_place = are_own([each.grad_home for each in shown], [each.grad_address for each in shown])
@@ -149,7 +153,7 @@ class GatheredGradients:
         if sink.notifies or sink.runtime.traffic.updating:
             sink.tell_coming(managed)
         sink.prepare_home(managed, arrived, adds=False)
-        if _is_elsewhere(chunk):
+        if chunk.homes[Role.GRAD].tier is not Tier.HOST:
             return None
         if chunk.hides and chunk in sink.lent and managed.grad_home is None:
             open_hidden_homes(chunk)

@@ -359,12 +359,13 @@ class Memory:
 
     def lends(self, chunk: Chunk, *, wide: bool = False) -> bool:
         """Return whether memory for gradients of `chunk` was set aside at all; `wide` as in `lend`."""
-        return self.lent.lends(chunk.sum_nbytes if wide else chunk.lent_nbytes, _beside(chunk))
+        tier = Tier.DEVICE if chunk.moved else Tier.HOST
+        return self.lent.lends(chunk.sum_nbytes if wide else chunk.lent_nbytes, tier)
 
     def lend(self, chunk: Chunk, *, wide: bool) -> bool:
         """Give gradients of `chunk` a home in memory that was set aside, or of the host that nothing else takes, in the
         dtype in which they arrive, or a `wide` one for a sum; False if there is none now."""
-        nbytes, tier = chunk.sum_nbytes if wide else chunk.lent_nbytes, _beside(chunk)
+        nbytes, tier = chunk.sum_nbytes if wide else chunk.lent_nbytes, Tier.DEVICE if chunk.moved else Tier.HOST
         home = self.lent.take(nbytes, tier)
         if home is None and tier is Tier.HOST and not self.staging_slots:  # with NVMe, states take all that homes leave
             home = self.lent.borrow(nbytes)
@@ -464,11 +465,6 @@ def _roles_away(chunk: Chunk) -> dict[Role, None]:
 def _nbytes_without_way_back(chunk: Chunk) -> int:
     lost = (role for role, home in chunk.homes.items() if home.tier is Tier.DEVICE and home.away is None)
     return sum(map(chunk.home_nbytes, lost))
-
-
-def _beside(chunk: Chunk) -> Tier:
-    """Return the tier on which gradients of `chunk` are lent memory: where its homes are, on NVMe before it."""
-    return Tier.DEVICE if chunk.moved else Tier.HOST
 
 
 def _range(memory: RawMemory, nbytes: int) -> tuple[int, int]:

@@ -85,6 +85,7 @@ class Members:
         self._distinct = list(dict.fromkeys(self._groups))
         self.chunks = (*dict.fromkeys(managed.chunk for managed in self.managed),)
         self.dtypes = {chunk.dtype for chunk in self.chunks}
+        self._keys = [(group, dtype) for group in self._distinct for dtype in self.dtypes]
         self._some: tuple[list[bool], Members] | None = None
         self._made: tuple[list[Chosen], list[bool], tuple[list[Part], tuple[Role, ...]]] | None = None
         """Of `parts`: the options and places of gradients for which they were made, and the result."""
@@ -100,8 +101,8 @@ class Members:
     def options(self, known: Options) -> list[Chosen]:
         """Return the options of each of the groups, of parameters of one dtype; `known`: those that the step has
         read."""
-        (dtype,) = self.dtypes
-        return [known.get((group, dtype)) or _read(group, dtype, known) for group in self._distinct]
+        found: list[Any] = [*map(known.get, self._keys)]
+        return found if None not in found else [known.get(key) or _read(key, known) for key in self._keys]
 
     @cached_property
     def strides(self) -> list[tuple[int, ...]]:
@@ -165,10 +166,10 @@ class Members:
         return self._made[2]
 
 
-def _read(group: GroupOptions, dtype: torch.dtype, known: Options) -> Chosen:
-    """Read the options of `group` now, and keep them in `known`."""
-    known[group, dtype] = group.now(dtype)
-    return known[group, dtype]
+def _read(key: tuple[GroupOptions, torch.dtype], known: Options) -> Chosen:
+    """Read the options of a group now, and keep them in `known`."""
+    known[key] = key[0].now(key[1])
+    return known[key]
 
 
 def is_zeroed(gradient: torch.Tensor) -> bool:

@@ -128,8 +128,10 @@ class Stepper:
 
     def coming(self, managed: ManagedParameter) -> None:
         """Prepare for a gradient of `managed` that will be added to its home: nothing may read that meanwhile."""
-        self.refuse_corrupt()
-        self._squares.drop((managed,))
+        if self._passes.corrupt:
+            self.refuse_corrupt()
+        if self._sums_squares:
+            self._squares.drop((managed,))
         update = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
         if update is not None and self.failed:
             self.forget()  # the failed step is not repeated

@@ -49,7 +49,11 @@ class Prepared:
     def renew(self, update: ChunkUpdate) -> bool:
         """Make `updates` those of `update`; False if memory, parameters or step counts are other objects, or step
         counts differ within a run. Runs for each chunk in each step: mostly in C."""
-        same = update.members is self._members and (are_same(update.flats, self._flats) or self._follow(update))
+        if update.members is not self._members or Role.GRAD not in update.chunk.homes:
+            return False
+        now = update.chunk.flat(Role.GRAD)
+        flats = update.flats
+        same = are_same(flats, self._flats) or self._follow(update, now, flats)
         same = same and are_same(_counts(self._entries), self._counts) and [*map(len, self._entries)] == self._sizes
         if not (same and all(map(_AT_HOME, update.parts))):
             return False
@@ -61,11 +65,11 @@ class Prepared:
             each.group, each.grad_scale = update.parts[first].group, update.scale
         return True
 
-    def _follow(self, update: ChunkUpdate) -> bool:
-        """Take over that the gradients of `update`, of one chunk, are in other memory than before, if nothing else is:
-        each loan may be of another buffer."""
-        before, now = self._gradient, update.chunk.flat(Role.GRAD)
-        others, flats = [flat for flat in self._flats if flat is not before], update.flats
+    def _follow(self, update: ChunkUpdate, now: torch.Tensor, flats: list[torch.Tensor | None]) -> bool:
+        """Take over that the gradients of `update`, of one chunk, are in other memory, `now`, than before, if nothing
+        else of its `flats` is: each loan may be of another buffer."""
+        before = self._gradient
+        others = [flat for flat in self._flats if flat is not before]
         if len(update.chunks) > 1 or now.dtype is not before.dtype or now.device != before.device:
             return False
         if not are_same([flat for flat in flats if flat is not now], others):

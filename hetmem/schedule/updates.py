@@ -86,7 +86,7 @@ class HostUpdates(ABC, Generic[T]):
 
     def pump(self) -> None:
         """Advance updates as far as that takes no waiting."""
-        if self._pumping or self.idle:
+        if self._pumping or not (self._queue or self._opening or self._running):
             return
         self._pumping = True
         try:
