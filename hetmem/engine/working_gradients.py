@@ -51,25 +51,30 @@ class WorkingGradients:
         the parameter as torch does. Hooks find the parameter, and all gradients, at home."""
         parameter: Any = managed.parameter
         sink = self._sink()
-        with torch_private.NoFunctionsOfSubclasses():
-            arrived = weight.grad
-            if arrived is None:  # frozen since the forward
-                return
-            if not sink.runtime.in_backward:
-                sink.segments.on_backward()
-            gathered, summed = self.gathered, self._summed
-            fresh = managed in gathered.fresh and parameter.grad is None
-            if (fresh or managed in summed.sums) and not sink.parts and arrived.layout is torch.strided:
-                plain = sink.segments.unseen and not (arrived.requires_grad or sink.runtime.bindings.met)
-                alone = fresh and not gathered.gathers
-                take = gathered.send_alone if alone else (gathered if fresh else summed).take
-                if plain and take(managed, weight, arrived):
+        try:
+            with torch_private.NoFunctionsOfSubclasses():
+                arrived = weight.grad
+                if arrived is None:  # frozen since the forward
                     return
-            if managed.chunk in gathered.chunks:
-                gathered.send(managed.chunk)
-            take_gradient(weight)
-            before = _of_the_user(parameter._backward_hooks)
-            later = _of_the_user(parameter._post_accumulate_grad_hooks)
+                if not sink.runtime.in_backward:
+                    sink.segments.on_backward()
+                gathered, summed = self.gathered, self._summed
+                fresh = managed in gathered.fresh and parameter.grad is None
+                if (fresh or managed in summed.sums) and not sink.parts and arrived.layout is torch.strided:
+                    plain = sink.segments.unseen and not (arrived.requires_grad or sink.runtime.bindings.met)
+                    alone = fresh and not gathered.gathers
+                    take = gathered.send_alone if alone else (gathered if fresh else summed).take
+                    if plain and take(managed, weight, arrived):
+                        return
+                if managed.chunk in gathered.chunks:
+                    gathered.send(managed.chunk)
+                take_gradient(weight)
+                before = _of_the_user(parameter._backward_hooks)
+                later = _of_the_user(parameter._post_accumulate_grad_hooks)
+        except BaseException:  # as a Ctrl-C: the next backward would add to it
+            with torch_private.NoFunctionsOfSubclasses():
+                take_gradient(weight)
+            raise
         if before or later:
             sink.runtime.uses.read_at_home(managed)
             sink.send_home(managed)
