@@ -4,7 +4,8 @@
 
 The same small model trains three times, each time on a device that holds a fifth of its weights. A table compares the
 loss, the bytes that a parameter takes at home, the bytes that it takes across the link in a step, and how many passes
-over chunks (norm or update) began within the backward. Needs no GPU and takes some seconds.
+over chunks began within the backward: none where updates wait for the norm of all gradients. Needs no GPU and takes
+some seconds.
 """
 
 from __future__ import annotations

@@ -36,6 +36,30 @@ PROMISES: dict[str, Mutation | str] = {
         "                pass\n",
         "tests/accumulation/test_accumulate.py::test_a_plain_model_gets_the_bits_of_the_loop[2-]",
     ),
+    "The same after `hetmem.park`": Mutation(
+        "placing/rehome.py",
+        "                    self._copy(Link.HOST_TO_DEVICE, chunk, role, into[role], home.memory)\n",
+        "                    pass\n",
+        "tests/test_parking.py::test_training_goes_on_with_the_bits_of_a_run_without[whole-fp32-off]",
+    ),
+    "Rows of a frozen embedding": Mutation(
+        "engine/rows.py",
+        "part.max_norm is None and ",
+        "",
+        "tests/engine/test_rows.py::test_a_table_is_copied_where[its norm is changed-model1-tokens1]",
+    ),
+    "A model that bitsandbytes has quantised": Mutation(
+        "placing/taken.py",
+        "        scales.copy_(self.scales)\n",
+        "        pass\n",
+        "tests/models/test_taken.py::test_a_quantised_model_trains_over_its_decoded_values[host-nf4]",
+    ),
+    "Several ranks of a machine": Mutation(
+        "schedule/turns.py",
+        "[parameter] >= self.backward for rank in self._all[: self._rank])",
+        "[parameter] >= self.backward for rank in self._all[:0])",
+        "tests/schedule/test_turns.py::test_every_order_of_events_ends_with_sums_in_the_order_of_ranks[3]",
+    ),
     "how long copies take change no bit": "compute before a copy has arrived",
     "The same after a checkpoint": Mutation(
         "checkpoint/save_load.py",
@@ -339,9 +363,9 @@ PROMISES: dict[str, Mutation | str] = {
         "",
         "tests/planner/test_commands.py::test_what_others_may_write_is_not_used",
     ),
-    "Ctrl-C comes between pieces": Mutation(
+    "Ctrl-C is raised at the next module": Mutation(
         "memory/interrupts.py",
-        "        if not held:\n            self._deliver()\n",
+        "        if not (self.depth or self.segments):\n            self._deliver()\n",
         "        if True:\n            self._deliver()\n",
         "tests/memory/test_interrupts.py::test_one_within_comes_at_the_end",
     ),

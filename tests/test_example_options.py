@@ -65,7 +65,7 @@ def test_smaller_moments_and_streamed_gradients_take_fewer_bytes_and_other_losse
 def test_overlap_begins_within_the_backward_and_nothing_else_does(results: dict[str, Any]) -> None:
     early = {name: example.early_passes(result.report)[0] for name, result in results.items()}
     assert early[PLAIN] == 0
-    assert early[CLIPPED] > 0
+    assert early[CLIPPED] == 0, "the norm is summed on the device, and updates wait for it"
     assert early[SMALL] > 0
 
 

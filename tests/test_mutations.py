@@ -38,7 +38,7 @@ MUTATIONS = {
         "tests/engine/test_writes_within_steps.py::test_writes_inside_forward_are_kept[mul_-host]",
     ),
     "leave weights unwatched after a forward in which the model left the device": Mutation(
-        "engine/write_check.py",
+        "engine/parameter_marks.py",
         "        self._watches |= self._writes.has_copies  # also if homes have left the device meanwhile\n",
         "",
         "tests/engine/test_leaving.py::"
@@ -185,7 +185,7 @@ MUTATIONS = {
         "tests/optim/test_clipping.py::test_the_gradient_scaler_of_torch_works[nvme]",
     ),
     "overlook memory of a weight that was shared past torch's functions": Mutation(
-        "engine/write_check.py",
+        "engine/parameter_marks.py",
         ", *writes.copied()",
         "",
         "tests/engine/test_unseen_writes.py::test_a_tensor_that_shares_memory_for_long_is_written_to_once_and_dropped"
@@ -231,8 +231,8 @@ MUTATIONS = {
     ),
     "miss the begin of a forward behind one that an interrupt has ended": Mutation(
         "intercept/hooks.py",
-        "where is not None and where() is not module:\n            return None",
-        "where is not None:\n            return None",
+        "HERE.ident and where is not None and where() is not module:\n",
+        "HERE.ident and where is not None:\n",
         "tests/intercept/test_whole.py::"
         "test_a_forward_right_after_one_that_has_ended_without_a_word_has_what_was_written_between",
     ),
@@ -381,8 +381,8 @@ MUTATIONS = {
     ),
     "evict a copy of which a call has handed a view out": Mutation(
         "engine/param_views.py",
-        "                held = True\n",
-        "                held = False\n",
+        "        return are_held(used)\n",
+        "        return False\n",
         "tests/engine/test_bindings.py::test_a_copy_stays_as_long_as_a_view_of_it_that_a_call_has_handed_out",
     ),
     "carry commands out before those given earlier": Mutation(

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem import testing
 from hetmem.errors import CheckpointError
 from tests.checkpoint.models import OptimizerOf, Run, start
-from tests.engine.harness import everywhere, same_bits, streamed, token_batches
+from tests.engine.harness import everywhere, same_bits
 
 PARTLY = "model and optimizer are partly loaded now: load again, this or another checkpoint, before using it"
 CLIPPED: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 1e-2}
@@ -158,38 +157,6 @@ def test_nothing_is_written_behind_a_save_that_was_interrupted_twice(
         signal.signal(signal.SIGINT, handler)
     assert not any(thread.name.startswith("hetmem-checkpoint") for thread in threading.enumerate())
     assert not list(tmp_path.iterdir())
-
-
-@streamed
-def test_an_interrupt_while_a_save_waits_for_sums_of_gradients_loses_none(placement: str, tmp_path: Path) -> None:
-    """Between a backward and its step, where the norm is summed up and no weight has changed."""
-    runs = [
-        start(tmp_path, placement, lambda module: hetmem.AdamW(module.parameters(), overlap="backward", **CLIPPED))
-        for _ in range(2)
-    ]
-    calls, at = 0, -1
-
-    def struck(run_update: Any, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            signal.raise_signal(signal.SIGINT)
-        run_update(*arguments)
-
-    for number, batch in enumerate(token_batches(5)):
-        for run in runs:
-            torch.manual_seed(number)
-            with testing.around("pump updates", lambda *_: None):  # nothing is summed up before somebody waits
-                run.module(*batch).backward()
-            if run is runs[1]:
-                calls, at = 0, max(1, number)
-                if number > 1:  # the first steps learn what comes
-                    with testing.around("run updates", struck), pytest.raises(KeyboardInterrupt):
-                        hetmem.save(tmp_path / "c", run.module)
-                at = -1
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-        assert_same_run(*runs)
 
 
 # ---- loads where tensors take no writes ------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_no_name_of_a_profile_becomes_code(model: str) -> None:
     ("options", "status", "said"),
     [
         ("--device-memory 100KiB --host-memory 1MiB", 2, "no program is written, as the model does not fit"),
-        ("--device-memory 2MiB --host-memory 1MiB --nvme 1GiB", 2, "say where with --nvme-dir"),
+        ("--device-memory 2MiB --host-memory 700KiB --nvme 1GiB", 2, "say where with --nvme-dir"),
     ],
 )
 def test_where_no_program_would_run_none_is_written(
