@@ -106,7 +106,8 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             if outermost and _may_cross():
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            lacking = [each.runtime for each in began if _may_lack_memory(each.runtime)] if outermost else []
+            lacking = [each.runtime for each in began if each.segments.expects_a_backward]
+            lacking = [runtime for runtime in lacking if _may_lack_memory(runtime)] if outermost else []
             if lacking:
                 stack.enter_context(_RunsAgain(lacking))
             gradients = _engine(outputs, *args, **kwargs)

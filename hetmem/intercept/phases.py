@@ -214,6 +214,11 @@ class StepSegments:
         return self._runtime.in_backward
 
     @property
+    def expects_a_backward(self) -> bool:
+        """Whether a forward with a graph has run since the last step."""
+        return bool(self._pending)
+
+    @property
     def several(self) -> bool:
         """Whether the next backward may be of several forwards."""
         return len(self._pending) > 1

@@ -312,7 +312,7 @@ def test_an_error_of_one_ends_all_is_raised_once_and_the_next_call_is_right(
     with pytest.raises(error, match=f"of micro-batch {number}") as raised:
         hetmem.accumulate(ours, several, forward)
     assert any(entry.name == "raise_it" for entry in raised.traceback)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     if where != "backward":
         for parameter, gradient in zip(ours.parameters(), before, strict=True):
             assert_same(gradient, parameter.grad, "a gradient after a forward that failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ def test_the_report_says_how_much_of_the_update_was_in_the_backward() -> None:
     optimizer = hetmem.AdamW(model.parameters(), overlap="backward", budget=hetmem.Budget(host="64MiB"))
     for _ in range(2):
         model(torch.ones(4, 3, 8, 8)).square().mean().backward()
+        time.sleep(0.2)  # as a program that has more to do
         optimizer.step()
         optimizer.zero_grad()
     report = optimizer.report()
