@@ -68,16 +68,24 @@ class RankedGradients:
 
     def begin(self) -> None:
         """Enter a backward; nothing of it is added before all ranks have."""
-        sink = self._sink()
-        self._place.enter_context(self._ranks.waits.at("a backward"))
-        self.failed, self._compared = None, False
-        refuse_writes(sink.runtime.memory)
-        for managed in self._parameters:
-            if managed.parameter.grad is None and managed.grad_home is not None and is_held(managed):
-                leave_gradient_to_holders(managed, [])
-        self.note_gradients()
-        self._ranks.waits.sign()
-        self._turns.begin()
+        with ExitStack() as place:
+            place.enter_context(self._ranks.waits.at("a backward"))
+            self.failed, self._compared = None, False
+            refuse_writes(self._sink().runtime.memory)
+            for managed in self._parameters:
+                if managed.parameter.grad is None and managed.grad_home is not None and is_held(managed):
+                    leave_gradient_to_holders(managed, [])
+            self.note_gradients()
+            self._ranks.waits.sign()
+            self._turns.begin()
+            self._place = place.pop_all()
+
+    def take_part(self) -> None:
+        """Take part, with no gradient, in the backwards that other ranks have entered and this one has not."""
+        while self._turns.is_called():
+            with torch_private.NoFunctionsOfSubclasses():
+                self.begin()
+                self.end()
 
     @staticmethod
     def refuse(managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
@@ -122,6 +130,8 @@ class RankedGradients:
             with torch_private.NoFunctionsOfSubclasses():
                 for number, managed in enumerate(self._parameters):
                     if managed.parameter.grad is None and self._turns.is_filled(number):  # by other ranks
+                        if Role.GRAD not in managed.chunk.homes:
+                            self._sink().loans.give_own(managed.chunk)
                         managed.open_grad_home()
                         show_gradient(managed.parameter, managed.grad_home)
 

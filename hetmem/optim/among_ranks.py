@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hetmem.engine.ranked_writes import refuse_writes
+from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.optim.options import Overlap
 from hetmem.optim.states import SteppingOptimizer
@@ -37,17 +38,27 @@ class RankedSteps:
         return self._ranks.waits.at("a step")
 
     def begin(self, optimizer: SteppingOptimizer) -> None:
-        """Wait until all ranks have come to a step, with the same options and gradients of the same parameters."""
+        """Wait until all ranks have come to a step, and take part in their backwards meanwhile; then compare options,
+        and which parameters have gradients."""
         refuse_options(optimizer)
+        name = f"a step of {type(optimizer).__name__}"
+        self._ranks.meet(name, serve=_take_part)
         refuse_writes(self._memory)
         self._gradients.note_gradients()
-        self._ranks.meet(f"a step of {type(optimizer).__name__}", _in_words(optimizer, self._gradients.number_of))
+        self._ranks.meet(f"the options of {name}", _in_words(optimizer, self._gradients.number_of))
         self._gradients.compare()
         self._ranks.words.steps[self._ranks.rank] += 1
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have computed their part of `what`."""
         self._ranks.meet(what)
+
+
+def _take_part() -> None:
+    """Take part in the backwards of other ranks over any model of this process."""
+    for interception in registry.interceptions():
+        if interception.gradients.ranked is not None and not interception.runtime.in_backward:
+            interception.gradients.ranked.take_part()
 
 
 def _in_words(optimizer: SteppingOptimizer, number_of: Callable[[torch.Tensor], int]) -> str:

@@ -45,6 +45,7 @@ class Waits:
             self._rank_of[descriptor] = other
             self._deaths.register(descriptor, select.POLLIN)
         self.place = "outside of backwards and steps"
+        words.set_place(rank, self.place)
         self._circle: tuple[float, list[int], list[int]] | None = None
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class Waits:
         for rank in range(len(self._words.signs)):
             if error := self._words.error(rank):
                 raise PeerError(_ended(rank, error))
-        before, self.place = self.place, place
+        before, self.place = (self.place, self._words.place(self._rank)), place
         self._words.set_place(self._rank, place)
         try:
             yield
@@ -72,8 +73,8 @@ class Waits:
             self.end_part(error)
             raise
         finally:
-            self.place = before
-            self._words.set_place(self._rank, before)
+            self.place = before[0]
+            self._words.set_place(self._rank, before[1])
 
     def end_part(self, error: BaseException) -> None:
         """Tell the others that this rank takes part in nothing any more."""
@@ -95,6 +96,7 @@ class Waits:
             fence()
             return
         words, rank = self._words, self._rank
+        before = words.place(rank)  # perhaps of a wait that serves this one
         words.set_place(rank, f"{self.place}, awaits {what}")
         pause, since = _FIRST_PAUSE, time.monotonic()
         looks, seen = since + _LOOK_SECONDS, [*words.signs]
@@ -114,7 +116,7 @@ class Waits:
                         raise PeerError(f"{why}. {self.where()}")
         finally:
             words.waiting[rank] = 0
-            words.set_place(rank, self.place)
+            words.set_place(rank, before)
             self._circle = None
         fence()
 

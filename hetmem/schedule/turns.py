@@ -105,6 +105,10 @@ class RankTurns:
         self._publish()
         return all(self._words.finished[rank] >= self.backward for rank in self._all)
 
+    def is_called(self) -> bool:
+        """Return whether another rank has entered a backward that this one has not."""
+        return any(self._words.entered[rank] > self.backward for rank in self._all)
+
     def all_entered(self) -> bool:
         """Return whether all ranks have entered this backward."""
         return all(self._words.entered[rank] >= self.backward for rank in self._all)

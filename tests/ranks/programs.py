@@ -47,7 +47,8 @@ _ADAMW = partial(torch.optim.AdamW, fused=True)
 
 @dataclass(frozen=True)
 class Program:
-    """A way to train, in `steps` of `micro` backwards each."""
+    """A way to train, in `steps` of `micro` backwards each, or of fewer on some ranks in each step (`uneven`), which
+    evaluate meanwhile."""
 
     words: int = 1030
     recomputes: bool = False
@@ -55,6 +56,7 @@ class Program:
     device_chunks: str = "2MiB"
     steps: int = 3
     micro: int = 1
+    uneven: bool = False
     mixed: torch.dtype | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = _ADAMW
     ours: Callable[..., torch.optim.Optimizer] = hetmem.AdamW
@@ -69,6 +71,9 @@ class Program:
     def batch(self, step: int, rank: int, micro: int) -> Tensor:
         made = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
         return torch.randint(self.words, (2, 12), generator=made)
+
+    def backwards(self, step: int, rank: int) -> int:
+        return (rank + step) % (self.micro + 1) if self.uneven else self.micro
 
     def trained(self, rank: int) -> dict[str, Tensor]:
         """What one rank of a group finds: losses, norms, and in the end all weights, gradients and states."""
@@ -86,12 +91,15 @@ class Program:
         for step in range(self.steps):
             optimizer.zero_grad()
             losses = []
-            for micro in range(self.micro):
+            for micro in range(self.backwards(step, rank)):
                 loss = loss_of(model, self.batch(step, rank, micro))
                 optimizer.scale(loss).backward()
-                losses.append(loss.detach())
+                losses.append(loss.item())
+            if self.uneven and rank % 2:
+                with torch.no_grad():
+                    loss_of(model, self.batch(step, rank, self.micro))
             optimizer.step()
-            found[f"losses {step}"] = torch.stack(losses)
+            found[f"losses {step}"] = torch.tensor(losses)
             if clip:
                 found[f"norm {step}"] = torch.tensor(optimizer.grad_norm)
         found |= values(model, optimizer)
@@ -110,16 +118,16 @@ class Program:
         found: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
         for step in range(self.steps):
             optimizer.zero_grad()
-            losses: list[list[Tensor]] = [[] for _ in range(ranks)]
+            losses: list[list[float]] = [[] for _ in range(ranks)]
             sums: dict[Tensor, Tensor] = {}
             for micro in range(self.micro):
-                for rank in range(ranks):
+                for rank in (rank for rank in range(ranks) if micro < self.backwards(step, rank)):
                     for p, used in pairs:
                         used.data.copy_(p.data)
                         used.grad = None
                     loss = loss_of(computes, self.batch(step, rank, micro))
                     loss.backward()
-                    losses[rank].append(loss.detach())
+                    losses[rank].append(loss.item())
                     for p, used in pairs:
                         if used.grad is not None:
                             part = used.grad.float() / ranks
@@ -136,7 +144,7 @@ class Program:
             for p in model.parameters():
                 p.grad = shown.get(p)
             for rank in range(ranks):
-                found[rank][f"losses {step}"] = torch.stack(losses[rank])
+                found[rank][f"losses {step}"] = torch.tensor(losses[rank])
         return [each | values(model, optimizer) for each in found]
 
     def _clip(self, gradients: list[Tensor], found: list[dict[str, Tensor]], step: int) -> float:
@@ -174,6 +182,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 PROGRAMS = {
     "float32": Program(),
     "clipped, in two micro-batches": Program(micro=2, max_grad_norm=0.5, steps=2),
+    "other numbers of backwards": Program(micro=2, uneven=True, max_grad_norm=0.5),
     "copies are evicted": Program(chunk_bytes="64KiB", device_chunks="384KiB", steps=2),
     "bfloat16": Program(mixed=torch.bfloat16),
     "checkpointed, chunks of several tiles": Program(

@@ -8,14 +8,14 @@ import torch
 from hetmem.testing import ranks
 from tests.ranks.programs import PROGRAMS, difference, trained
 
-CLIPPED, TILES = "clipped, in two micro-batches", "checkpointed, chunks of several tiles"
+UNEVEN, TILES = "other numbers of backwards", "checkpointed, chunks of several tiles"
 
 
 @pytest.mark.parametrize(
     ("count", "names"),
     [
         (2, [TILES, "SGD"]),
-        (3, [CLIPPED, "bfloat16"]),
+        (3, [UNEVEN, "bfloat16"]),
         pytest.param(2, [*PROGRAMS], marks=pytest.mark.nightly),
         pytest.param(4, [*PROGRAMS], marks=pytest.mark.nightly),
     ],

@@ -1,12 +1,19 @@
-"""The turns of ranks that add gradients: whatever the order of events, a backward ends on all, with sums in order."""
+"""The turns of ranks that add gradients: whatever the order of events, a backward ends on all, with sums in order. And
+waits that cannot end."""
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+import time
 from collections import Counter, defaultdict
 
 import pytest
 
+from hetmem.errors import PeerError
+from hetmem.ranks import words as shared
+from hetmem.ranks.waits import Waits
 from hetmem.schedule.turns import RankTurns
 
 
@@ -115,3 +122,25 @@ def test_a_rank_waits_for_lower_ranks_and_begins_when_all_are_there() -> None:
     high.add(0)
     high.arrived(0)
     assert high.is_over() and low.is_over()
+
+
+def test_ranks_that_wait_for_each_other_are_an_error_that_says_where_they_are() -> None:
+    memory = memoryview(bytearray(shared.Words(None, 2, 1, 1).nbytes))
+    errors: list[str] = []
+
+    def wait(rank: int, what: str) -> None:
+        waits = Waits(shared.Words(memory, 2, 1, 1), rank, [os.getpid()] * 2, patience=60.0)
+        with pytest.raises(PeerError) as raised, waits.at("a test"):
+            waits.until(lambda: False, what)
+        errors.append(str(raised.value))
+        waits.close()
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=wait, args=each) for each in enumerate(("a save", "a turn"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "all ranks wait for each other. rank 0: a test, awaits a save" in errors[0]
+    assert "takes no part any more, as it raised PeerError: all ranks wait" in errors[1]
+    assert 1.0 <= time.monotonic() - began < 4.0
