@@ -28,9 +28,9 @@ PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 4 --dist workste
 # Tests start hundreds of processes, which need not compile hetmem and the tests each.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-# Of tests with many cases one half, which the commit chooses: the next commits run the other one.
+# Of tests with many cases one third, which the commit chooses: the next commits run the others.
 test: $(STAMP)  ## run the tests
-	$(PYTEST) --half commit $(ARGS)
+	$(PYTEST) --third commit $(ARGS)
 
 # Frameworks of others (Lightning, TRL, loggers) are installed for this only: `make test` does without them.
 # What the kernels have passed is written down: `make test` then leaves out what only changed kernels need.

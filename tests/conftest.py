@@ -94,41 +94,41 @@ def _interrupts_raise() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--offload`:
     run them with activations that move, however small. `--unwatched`: run them without `sanitize`, as users do.
-    `--programs`: the seeds of the random programs. `--half`: of each test of four cases or more every other one, from
-    the first or the second on; "commit": as the commit decides, so that the next ones run the others. `--all-cases`:
-    the whole product of parameters, also of tests marked `pairs`, all that is marked otherwise, and every place where
-    others are struck at some."""
+    `--programs`: the seeds of the random programs. `--third`: of each test of three cases or more every third one, from
+    the first, the second or the third on; "commit": as the commit decides, so that the next ones run the others.
+    `--all-cases`: the whole product of parameters, also of tests marked `pairs`, all that is marked otherwise, and
+    every place where others are struck at some."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
     parser.addoption("--unwatched", action="store_true", help="the tests' models measure their first steps alone")
     parser.addoption("--offload", action="store_true", help="activations of the tests' models leave the device")
     parser.addoption("--all-cases", action="store_true", help="leave out nothing and thin out nothing")
-    parser.addoption("--half", choices=("0", "1", "commit"), help="every other case of tests with four or more")
+    parser.addoption("--third", choices=("0", "1", "2", "commit"), help="every third case of tests with three or more")
     parser.addoption("--programs", default="0:8", help="first:last seed of the random programs, or `fresh`: new ones")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose fresh programs and a half of the cases, once for all processes, which get the environment of the first."""
-    if config.option.half == "commit":
-        config.option.half = os.environ.setdefault("TESTED_HALF", _half_of_the_commit())
+    """Choose fresh programs and a third of the cases, once for all processes: they get the environment of the first."""
+    if config.option.third == "commit":
+        config.option.third = os.environ.setdefault("TESTED_THIRD", _third_of_the_commit())
     if config.option.programs == "fresh":
         first = secrets.randbelow(10**9)
         config.option.programs = os.environ.setdefault("TESTED_PROGRAMS", f"{first}:{first + _FRESH_PROGRAMS}")
 
 
-def _half_of_the_commit() -> str:
+def _third_of_the_commit() -> str:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True).stdout
     except OSError:  # no git, as in an unpacked archive
         commit = ""
-    return str(int(commit[:8] or "0", 16) % 2)
+    return str(int(commit[:8] or "0", 16) % 3)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Say how to run the same programs and cases again."""
-    half = f", every other case: --half {config.option.half}" if config.option.half else ""
-    return f"random programs: --programs {config.option.programs}{half}"
+    third = f", every third case: --third {config.option.third}" if config.option.third else ""
+    return f"random programs: --programs {config.option.programs}{third}"
 
 
 @pytest.fixture(scope="session")
@@ -187,18 +187,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for cases in tests.values():
         kept = few_of(cases)
         dropped.update(case for index, case in enumerate(cases) if index not in kept and case not in asked)
-    if config.option.half:
-        dropped |= _other_half([item for item in items if item not in dropped], int(config.option.half)) - asked
+    if config.option.third:
+        dropped |= _other_thirds([item for item in items if item not in dropped], int(config.option.third)) - asked
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
 
 
-def _other_half(items: Sequence[pytest.Item], half: int) -> set[pytest.Item]:
-    """Every other case of each test that has four or more among `items`."""
+def _other_thirds(items: Sequence[pytest.Item], third: int) -> set[pytest.Item]:
+    """All but every third case of each test that has three or more among `items`."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {case for cases in tests.values() if len(cases) >= 4 for case in cases[1 - half :: 2]}
+    many = [cases for cases in tests.values() if len(cases) >= 3]
+    return {case for cases in many for index, case in enumerate(cases) if index % 3 != third}
 
 
 def _named(config: pytest.Config) -> set[tuple[Path, str]]:
