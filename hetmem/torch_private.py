@@ -8,6 +8,7 @@ imported late, are named where they are used.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -119,6 +120,12 @@ foreach_copy = torch._foreach_copy_  # remakes all copies of a model that is who
 foreach_zero, foreach_neg = torch._foreach_zero_, torch._foreach_neg_  # and all its gradients, which begin as -0.0
 group_by_device_and_dtype = _C._group_tensors_by_device_and_dtype  # as torch's AdamW does before its kernel
 fused_adamw = torch._fused_adamw_  # the kernel behind AdamW(fused=True), whose bits hetmem promises
+
+
+def backward_of_inputs_alone() -> Any:
+    """Return the code that computes gradients of a pipeline stage's inputs alone; None where no pipeline is in use."""
+    pipelines = sys.modules.get("torch.distributed.pipelining._backward")
+    return pipelines and pipelines.stage_backward_input.__code__
 
 
 def out_of_memory_observer() -> Any:

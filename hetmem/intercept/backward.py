@@ -36,7 +36,7 @@ from hetmem.engine.param_views import owners_of, works_for
 from hetmem.engine.runtime import REHEARSAL, Runtime, Turn, acting_thread, in_backward
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept import registry
-from hetmem.intercept.diagnostics import refused_stream
+from hetmem.intercept.diagnostics import refuse_gradients_by_node, refused_stream
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
 from hetmem.intercept.forward_scope import drop_ended_modes
@@ -97,7 +97,10 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         if outermost:
             _take_turns(outputs, running)
-        _begin_for_all(began, accumulates=kwargs.get("accumulate_grad", True))
+        accumulates = kwargs.get("accumulate_grad", True)
+        _begin_for_all(began, accumulates=accumulates)
+        if not accumulates and any(each.runtime.memory.uses_copies for each in began):
+            refuse_gradients_by_node()
         BACKWARDS.running[depth:] = [running]  # replaces what an interrupt has left
         several = [each.gradients.listeners for each in began if each.segments.several]
         early = any(listener.begins_early for listeners in several for listener in listeners)

@@ -55,6 +55,21 @@ def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
         )
 
 
+def refuse_gradients_by_node() -> None:
+    """Raise `ManageError` within the backward of a pipeline's stage that computes gradients of inputs and of weights
+    apart: it looks for nodes of the parameters in the graph, which has those of copies, and would train nothing."""
+    apart = torch_private.backward_of_inputs_alone()
+    frame = sys._getframe() if apart else None
+    while frame is not None:
+        if frame.f_code is apart:
+            raise ManageError(
+                "a managed model is a stage of a pipeline whose schedule computes gradients of inputs and of weights "
+                "apart (zero bubble), by nodes of parameters that its graph does not have: take ScheduleGPipe, "
+                "Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
+            )
+        frame = frame.f_back
+
+
 def refuse_a_fork(what: str, process: int) -> None:
     """Raise `ManageError` if this process is a fork of `process`, whose threads and memory `what` needs."""
     if os.getpid() != process:
