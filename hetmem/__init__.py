@@ -28,7 +28,7 @@ finally:
 if TYPE_CHECKING:
     from hetmem import planner
     from hetmem.accumulation import accumulate
-    from hetmem.checkpoint import load, load_weights, save
+    from hetmem.checkpoint import export_weights, load, load_weights, save
     from hetmem.losses import chunked_loss
     from hetmem.parking import park, parked, unpark
     from hetmem.planner.states import plan_optimizer
@@ -47,6 +47,7 @@ __all__ = [
     "SimDevice",
     "accumulate",
     "chunked_loss",
+    "export_weights",
     "load",
     "load_weights",
     "manage",
@@ -64,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load", "load_weights", "save"):
+    if name in ("export_weights", "load", "load_weights", "save"):
         from hetmem import checkpoint  # most programs import hetmem more often than they save
 
         return getattr(checkpoint, name)

@@ -42,6 +42,12 @@ PROMISES: dict[str, Mutation | str] = {
         "                    pass\n",
         "tests/test_parking.py::test_training_goes_on_with_the_bits_of_a_run_without[whole-fp32-off]",
     ),
+    "`hetmem.export_weights` gives": Mutation(
+        "checkpoint/export.py",
+        "        changed = {*writes.touched, ",
+        "        changed = {",
+        "tests/checkpoint/test_export.py::test_copies_at_home_are_given_themselves",
+    ),
     "Rows of a frozen embedding": Mutation(
         "engine/rows.py",
         "part.max_norm is None and ",

@@ -170,12 +170,16 @@ def test_the_page_of_optimizers_makes_them() -> None:
 
 
 def test_the_page_of_checkpoints_saves_and_loads() -> None:
-    resumed, _ = snippets("docs/checkpoints.md")
+    resumed, _, exported = snippets("docs/checkpoints.md")
     names = given()
     before = [parameter.detach().clone() for parameter in names["model"].parameters()]
     run(resumed, names)
     assert names["extra"]["step"] == 2
     assert all(map(torch.equal, before, names["model"].parameters()))
+    loaded: list[str] = []
+    names["engine"] = Namespace(load=lambda name, tensor: loaded.append(name))
+    run(exported, names)
+    assert loaded == [*names["model"].state_dict()]
 
 
 def test_the_page_of_the_report_saves_it_in_three_ways() -> None:

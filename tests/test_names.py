@@ -34,6 +34,7 @@ PUBLIC = {
     "terms to_dict tokens tokens_per_second with_nvme",
     "accumulate": "model batches forward loss borders generator",
     "chunked_loss": "model head kernel",
+    "export_weights": "model dtype adapters",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations frozen group",

@@ -1,6 +1,7 @@
 """Saves and loads models and optimizers from and to any tiers, block by block and crash-safe."""
 
+from hetmem.checkpoint.export import export_weights
 from hetmem.checkpoint.save_load import load, save
 from hetmem.checkpoint.weights import load_weights
 
-__all__ = ["load", "load_weights", "save"]
+__all__ = ["export_weights", "load", "load_weights", "save"]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import hetmem
+from hetmem.errors import CheckpointError
 from tests.engine.harness import assert_same_states, assert_same_weights
 from tests.models.zoo import MODELS, Inputs
 from tests.pairs import case, some
@@ -173,3 +174,34 @@ def test_an_adapter_that_was_trained_is_merged_for_good(tmp_path: Path) -> None:
     assert_same_weights(*merged)
     with torch.no_grad():
         assert torch.equal(*[model.eval()(inputs["input_ids"]).logits for model in merged])
+
+
+@pytest.mark.parametrize("method", ["LoRA", "LoRA of transposed weights", "LoRA and a whole module"])
+@pytest.mark.parametrize("frozen", [None, "nf4"])
+def test_an_adapter_is_exported_merged_with_the_bits_of_pefts_merge(method: str, frozen: Any, tmp_path: Path) -> None:
+    """Under the names of the base model, with nothing changed; or alone, by the names in PEFT's files."""
+    plain, inputs = adapted(method)
+    base = copy.deepcopy(plain).unload()
+    run = Run(managed_copy(plain, tmp_path, frozen=frozen), hetmem.AdamW)
+    run.train(inputs, 2)
+    alone = dict(hetmem.export_weights(run.model, torch.float32, adapters="only"))
+    assert alone.keys() == peft.get_peft_model_state_dict(run.model).keys()
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    merged = {name: tensor.clone() for name, tensor in hetmem.export_weights(run.model)}
+    assert_equal(before, [parameter.detach() for parameter in run.model.parameters()])
+    with torch.no_grad():
+        for parameter, values in zip(plain.parameters(), before, strict=True):
+            parameter.copy_(values)  # of quantised ones what their codes stand for
+    expected = plain.merge_and_unload()
+    names = dict(base.named_parameters())
+    assert merged.keys() == names.keys()
+    weights = dict(expected.named_parameters())
+    assert_equal([merged[name] for name in names], [weights[name].detach().bfloat16() for name in names])
+
+
+@pytest.mark.parametrize(("method", "kind"), [("DoRA", "Dora"), ("IA3", "peft.tuners.ia3"), ("prompts", "Prompt")])
+def test_an_adapter_that_is_no_plain_lora_is_not_merged(method: str, kind: str, tmp_path: Path) -> None:
+    model = managed_copy(adapted(method)[0], tmp_path)
+    with pytest.raises(CheckpointError, match=rf"cannot be merged: {kind}"):
+        next(hetmem.export_weights(model))
+    assert [*hetmem.export_weights(model, adapters="only")]
