@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -319,18 +320,20 @@ def read_tensors(
     file: OpenFile,
     targets: Iterable[tuple[Stored, torch.Tensor | None]],
     checks: Mapping[str, list[int]] | None = None,
+    part: slice = slice(None),
 ) -> list[int]:
     """Fill tensors in place with stored ones, cast where dtypes differ, and increment their versions; a target of None
-    is read only. Returns the CRC-32 of every block. Raises `StoreError`; and `CheckpointError`, with path, offset and
-    bytes, for a block that does not match `checks`. Either leaves some tensors filled."""
+    is read only. `part`: of all blocks, in this order, only these. Returns the CRC-32 of each. Raises `StoreError`; and
+    `CheckpointError`, with path, offset and bytes, for a block that does not match `checks`. Either leaves some tensors
+    filled."""
     targets = list(targets)
     filled = [tensor for _, tensor in targets if tensor is not None]
     _settle(filled)
     try:
+        blocks = ((*target, *block) for target in targets for block in _with_checks(target[0], checks))
         return run(
             partial(_read, file, one, block, check, None if tensor is None else tensor.detach())
-            for one, tensor in targets
-            for block, check in _with_checks(one, checks)
+            for one, tensor, block, check in islice(blocks, part.start, part.stop, part.step)
         )
     finally:
         _settle(filled)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 
 from hetmem.base.schema import shown
 from hetmem.base.units import format_size
-from hetmem.checkpoint.coded import differences, written
+from hetmem.checkpoint.coded import CodedWeight, differences, written
 from hetmem.checkpoint.contents import (
     Encoder,
     ModelState,
@@ -50,8 +52,8 @@ from hetmem.checkpoint.disk import (
 )
 from hetmem.checkpoint.header import Header, parse
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Stored, arrange, data_nbytes, header
-from hetmem.errors import CheckpointError, StoreError
-from hetmem.intercept.registry import refuse_of_ranks
+from hetmem.checkpoint.sharing import Sharing
+from hetmem.errors import CheckpointError, PeerError, StoreError
 from hetmem.memory.heap import trimmed
 from hetmem.optim.optimizer import OffloadedOptimizer
 
@@ -80,30 +82,34 @@ def save(
     Gradients are not saved.
     """
     with trimmed(), all_of(model, "a checkpoint"):
-        state, encoder = of_model(model), Encoder()
-        refuse_half_stepped(
-            model,
-            "save after optimizer.step(), not between backward() and step(), and call a step that failed again first",
-        )
-        metadata: dict[str, Any] = {"tied": state.tied}
-        if optimizer is not None:
-            metadata["optimizer"] = encode_optimizer(optimizer, model, encoder)
-        if state.coded:
-            metadata["codings"] = {name: coded.described() for name, coded in state.coded.items()}
-        tensors = dict(state.tensors)
-        tensors |= {name: made for name, made in state.made.items() if isinstance(made, torch.Tensor)}
-        objects = {name: made for name, made in state.made.items() if name not in tensors}
-        metadata["objects"] = {name: encoder.encode(made, f"{EXTRA}:object {name}") for name, made in objects.items()}
-        metadata["extra"] = encoder.encode(extra, "extra")
-        tensors |= encoder.tensors
-
-        texts = {f"hetmem.{name}": json.dumps(value) for name, value in metadata.items()}
-        stored = arrange(tensors)
-        blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
         file = os.fspath(path)
-        with replacing(file, len(blank) + data_nbytes(stored)) as fd:
-            checks = write_tensors(fd, file, len(blank), stored, tensors)
-            write_at(fd, file, memoryview(header(stored, texts, checks)), 0)
+        Sharing(model).save(file, partial(_save, file, model, optimizer, extra))
+
+
+def _save(file: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
+    state, encoder = of_model(model), Encoder()
+    refuse_half_stepped(
+        model,
+        "save after optimizer.step(), not between backward() and step(), and call a step that failed again first",
+    )
+    metadata: dict[str, Any] = {"tied": state.tied}
+    if optimizer is not None:
+        metadata["optimizer"] = encode_optimizer(optimizer, model, encoder)
+    if state.coded:
+        metadata["codings"] = {name: coded.described() for name, coded in state.coded.items()}
+    tensors = dict(state.tensors)
+    tensors |= {name: made for name, made in state.made.items() if isinstance(made, torch.Tensor)}
+    objects = {name: made for name, made in state.made.items() if name not in tensors}
+    metadata["objects"] = {name: encoder.encode(made, f"{EXTRA}:object {name}") for name, made in objects.items()}
+    metadata["extra"] = encoder.encode(extra, "extra")
+    tensors |= encoder.tensors
+
+    texts = {f"hetmem.{name}": json.dumps(value) for name, value in metadata.items()}
+    stored = arrange(tensors)
+    blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
+    with replacing(file, len(blank) + data_nbytes(stored)) as fd:
+        checks = write_tensors(fd, file, len(blank), stored, tensors)
+        write_at(fd, file, memoryview(header(stored, texts, checks)), 0)
 
 
 _EXTRA_STATE = "_extra_state"
@@ -132,27 +138,70 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     `optimizer.zero_grad()` if there are gradients. Raises `CheckpointError` if another optimizer has begun a step of
     `model`.
     """
-    with trimmed(), all_of(model, "loading a checkpoint"), opened(os.fspath(path)) as source:
-        with named(source.path):
-            file = _Reader(source, parse(source.header, source.data_nbytes))
-        state = of_model(model)
-        refuse_of_ranks(model.parameters(), "hetmem.load")
-        refuse_half_stepped(model, "load it with that optimizer too, or call its forget_step() first", optimizer)
-        targets = _match_model(state, file.header)
-        numbers = {} if optimizer is None else _match_optimizer(optimizer, model, file)
-        file.check(lambda name: optimizer is not None or not name.startswith(OPTIMIZER))
-        extra = decode(file.header.values["extra"], file.tensor, "extra")
-        sources = {name: file.header.values["tied"].get(name, name) for name in state.made}
-        made = {name: file.tensor(source) for name, source in sources.items() if source in file.header.stored}
-        objects = file.header.values["objects"].items()
-        made |= {name: decode(value, file.tensor, f"the extra state {name}") for name, value in objects}
-        begin = None if optimizer is None else _prepare(optimizer, numbers, file)
-        file.fill()
-        with partly_loaded("model and optimizer are"), written(state.coded.values()):
-            file.read(targets if begin is None else targets + begin())
-            if made:
-                model.load_state_dict(made, strict=False)
-        return extra
+    with trimmed(), all_of(model, "loading a checkpoint"), ExitStack() as open_files:
+        sharing = Sharing(model)
+
+        def check() -> _Load:
+            sharing.refuse_writes()
+            return _checked(open_files.enter_context(opened(os.fspath(path))), model, optimizer, sharing)
+
+        load = sharing.together("the check of hetmem.load", check, _Load.in_words)
+        with partly_loaded("model and optimizer are"):
+            with written(load.coded):
+                sharing.together("the reading of hetmem.load", load.fill, lambda _: "")
+            sharing.together("the end of hetmem.load", lambda: sharing.renew_copies(model.parameters()))
+        return load.extra
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Load:
+    """A file that has been checked, and what it is to fill: `targets`, what `begin` returns, and `made`."""
+
+    file: _Reader
+    model: torch.nn.Module
+    sharing: Sharing
+    extra: Any
+    targets: Targets
+    begin: Callable[[], Targets]
+    made: dict[str, Any]
+    """What modules make for a state dict, by name."""
+    coded: list[CodedWeight]
+
+    def in_words(self) -> str:
+        """Return what ranks compare: which file, and how much of it."""
+        return f"load the file of header {zlib.crc32(self.file.source.header):08x}, {len(self.targets)} tensors"
+
+    def fill(self) -> None:
+        """Load all of it, and of what ranks share the part of this one."""
+        targets = self.targets + self.begin()
+        homes = [(stored, self.sharing.home(tensor)) for stored, tensor in targets]
+        own = [target for target, (_, home) in zip(targets, homes, strict=True) if home is None]
+        self.file.read([(stored, home) for stored, home in homes if home is not None], self.sharing.part)
+        self.file.read(own)
+        if self.made:
+            self.model.load_state_dict(self.made, strict=False)
+
+
+def _checked(
+    source: OpenFile, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, sharing: Sharing
+) -> _Load:
+    """Compare `source` with `model` and `optimizer`, and check this rank's part of its bytes. Raises `CheckpointError`
+    and `StoreError`; nothing is changed."""
+    with named(source.path):
+        file = _Reader(source, parse(source.header, source.data_nbytes))
+    state = of_model(model)
+    refuse_half_stepped(model, "load it with that optimizer too, or call its forget_step() first", optimizer)
+    targets = _match_model(state, file.header)
+    numbers = {} if optimizer is None else _match_optimizer(optimizer, model, file)
+    file.check(lambda name: optimizer is not None or not name.startswith(OPTIMIZER), sharing.part)
+    extra = decode(file.header.values["extra"], file.tensor, "extra")
+    sources = {name: file.header.values["tied"].get(name, name) for name in state.made}
+    made = {name: file.tensor(source) for name, source in sources.items() if source in file.header.stored}
+    objects = file.header.values["objects"].items()
+    made |= {name: decode(value, file.tensor, f"the extra state {name}") for name, value in objects}
+    begin = list if optimizer is None else _prepare(optimizer, numbers, file)
+    file.fill()
+    return _Load(file, model, sharing, extra, targets, begin, made, [*state.coded.values()])
 
 
 class _Reader:
@@ -162,15 +211,15 @@ class _Reader:
         self.source, self.header = source, header
         self._new: Targets = []
 
-    def check(self, wanted: Callable[[str], bool]) -> None:
-        """Read the tensors whose names are wanted, and compare their checksums."""
+    def check(self, wanted: Callable[[str], bool], part: slice) -> None:
+        """Read `part` of the blocks of tensors whose names are wanted, and compare their checksums."""
         stored = [(one, None) for name, one in self.header.stored.items() if wanted(name)]
-        read_tensors(self.source, stored, self.header.checks)
+        read_tensors(self.source, stored, self.header.checks, part)
 
-    def read(self, targets: Targets) -> None:
-        """Fill `targets` in the order of the file."""
+    def read(self, targets: Targets, part: slice = slice(None)) -> None:
+        """Fill `part` of the blocks of `targets`, in the order of the file."""
         targets = sorted(targets, key=lambda target: target[0].start)
-        read_tensors(self.source, targets, self.header.checks)
+        read_tensors(self.source, targets, self.header.checks, part)
 
     def tensor(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
         """Make a tensor for the stored one called `name`, for `fill` to read: in host memory, or on the device of
@@ -211,6 +260,8 @@ def partly_loaded(what: str) -> Iterator[None]:
         yield
     except StoreError as error:
         raise StoreError(error.errno or errno.EIO, f"{error.strerror}; {warning}") from error
+    except PeerError as error:
+        raise PeerError(f"{error}; {warning}") from error
     except Exception as error:
         raise CheckpointError(f"{str(error) or repr(error)}; {warning}") from error
     except KeyboardInterrupt as error:
@@ -349,7 +400,7 @@ def _prepare(optimizer: torch.optim.Optimizer, numbers: dict[str, int], file: _R
             offloaded.forget_step()
         except Exception:  # an update failed whose results are overwritten now; the second call does without it
             offloaded.forget_step()
-        offloaded.load_state_dict(loaded)
+        offloaded.begin_loading(loaded)
         if beside is not None:
             offloaded.load_beside_states(beside)
         shown = offloaded.state  # read once: it waits for all updates

@@ -234,13 +234,14 @@ class WriteCheck:
             home = managed.view(Role.PARAM)
             self._bindings.move_home(managed, home)
 
-    def _supersede(self, managed: ManagedParameter, *, but_device: bool = False) -> None:
+    def _supersede(self, managed: ManagedParameter, *, but_device: bool = False, recasts: bool = True) -> None:
         """Remake the 16-bit copy at home, and drop all other copies; `but_device`: all but the device's."""
         traffic, chunk = self._traffic, managed.chunk
         if chunk.operand == Role.COMPUTE:
             traffic.superseded(chunk, Role.PARAM)
             traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # a write in flight must not come later
-            managed.recast(managed.home)
+            if recasts:
+                managed.recast(managed.home)
         traffic.superseded(chunk, chunk.operand, but_device=but_device)
 
     # ---- by operators, to the device copy ----------------------------------------------------------------------
@@ -278,9 +279,10 @@ class WriteCheck:
         self.noticed.add(id(managed))
         self._supersede(managed, but_device=True)
 
-    def by_loading(self, managed: ManagedParameter) -> None:
-        """Honour codes that were written to the home of `managed`, which is quantised."""
-        self._supersede(managed)
+    def by_loading(self, managed: ManagedParameter, *, recasts: bool = True) -> None:
+        """Honour values, or codes, that hetmem has written to the home of `managed`. The 16-bit copy at home is cast
+        anew if it `recasts`; otherwise another rank does that."""
+        self._supersede(managed, recasts=recasts)
 
     def _refuse_copy(self, managed: ManagedParameter) -> NoReturn:
         """Raise for a write to the device copy of `managed`, which is quantised; the copy is dropped."""

@@ -218,6 +218,12 @@ class OffloadedOptimizer(Optimizer):
         """
         for stepper in self._steppers.values():
             stepper.refuse_among_ranks("optimizer.load_state_dict")
+        self.begin_loading(state_dict)
+
+    @HELD_BACK
+    @torch.inference_mode(False)
+    def begin_loading(self, state_dict: dict[str, Any]) -> None:
+        """Do what `load_state_dict` does, for ranks too, whose states have to be on `meta`: hetmem fills the homes."""
         with self._turns("load_state_dict()"):
             self.synchronize()
             last_hook = self.register_load_state_dict_pre_hook(lambda _, given: self._take_homes_out(given))

@@ -22,7 +22,7 @@ from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.members import Opened, Part, are_same
 from hetmem.optim.options import ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
-from hetmem.ranks.group import Ranks, not_yet
+from hetmem.ranks.group import Ranks
 from hetmem.schedule.trace import Tier
 
 _AT_HOME, _ROLES = attrgetter("at_home"), attrgetter("roles")
@@ -269,12 +269,17 @@ class Passes:
                     made |= part.managed.parts(role, opened[role])
                     home = part.managed.chunk.homes[role]
                     if home.written or not home.untouched:
-                        if self._runtime.memory.ranks is not None:
-                            raise not_yet(f"beginning the states of {part.managed.name} anew")
                         for part_of_role in part.managed.parts(role, opened[role]).values():
-                            part_of_role.zero_()
+                            self._zero(part.managed, part_of_role)
                     self._states.show(part.managed, role)
         return frozenset(made)
+
+    def _zero(self, managed: ManagedParameter, state: torch.Tensor) -> None:
+        """Zero `state` of `managed`; of ranks each what it updates, as another may have updated its part by now."""
+        ranks, start = self._runtime.memory.ranks, managed.offset
+        whole = [slice(None)]
+        for part in whole if ranks is None else ranks.own(managed.chunk.spec.index, start, start + managed.numel):
+            state[part].zero_()
 
     def _updated(self, update: ChunkUpdate, done: bool) -> None:
         if update.corrupt:

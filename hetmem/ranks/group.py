@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from hetmem.cpu.workers import TILE_ELEMENTS
 from hetmem.errors import ManageError, PeerError
 from hetmem.ranks.memory import SharedPool
+from hetmem.ranks.saves import Saves
 from hetmem.ranks.waits import Waits, never
 from hetmem.ranks.words import Words
+
+T = TypeVar("T")
+_FAILED = "failed: "
 
 
 class Ranks:
@@ -17,6 +22,7 @@ class Ranks:
     def __init__(self, rank: int, count: int, words: Words, waits: Waits, pool: SharedPool) -> None:
         self.rank, self.count = rank, count
         self.words, self.waits, self.pool = words, waits, pool
+        self.saves = Saves(rank, words, waits)
 
     def own(self, chunk: int, start: int, end: int) -> list[slice]:
         """Return the parts of elements [start, end) of `chunk` that this rank computes, counted from `start`: tile j of
@@ -34,17 +40,43 @@ class Ranks:
 
     def meet(self, what: str, said: str = "", serve: Callable[[], object] = never) -> None:
         """Wait until all ranks have come to this meeting. Raises `PeerError` if one says something else there."""
-        words = self.words
-        number = int(words.met[self.rank]) + 1
-        text = f"{what}\n{said}"
-        words.say(number, self.rank, text)
+        texts = self._hear(self._come(f"{what}\n{said}"), what, serve)
+        for rank, theirs in enumerate(texts):
+            if theirs != texts[0]:
+                raise PeerError(f"ranks 0 and {rank} do not do the same: {_difference(texts[0], theirs)}")
+
+    def together(self, what: str, do: Callable[[], T], said: Callable[[T], str] = str) -> T:
+        """Return `do()`, once all ranks have done it. Raises its error, or `PeerError` for that of another rank, or if
+        it is something else there, as `said` puts it in words; the ranks go on together after these."""
+        with self.waits.at(what, ends=False):
+            try:
+                result = do()
+            except BaseException as error:
+                self._come(f"{_FAILED}{type(error).__name__}: {error}")
+                raise
+        with self.waits.at(what):
+            texts = self._hear(self._come(f"{what}\n{said(result)}"), what, never)
+        for rank, theirs in enumerate(texts):
+            if theirs.startswith(_FAILED):
+                raise PeerError(f"rank {rank} has failed in {what}: {theirs.removeprefix(_FAILED)}")
+        for rank, theirs in enumerate(texts):
+            if theirs != texts[0]:
+                raise PeerError(f"ranks 0 and {rank} do not do the same: {_difference(texts[0], theirs)}")
+        return result
+
+    def _come(self, text: str) -> int:
+        """Come to the next meeting with `text`; return its number."""
+        number = int(self.words.met[self.rank]) + 1
+        self.words.say(number, self.rank, text)
         self.waits.sign()
-        words.met[self.rank] = number
-        self.waits.until(lambda: bool((words.met >= number).all()), what, serve)
-        first = words.said(number, 0)
-        for rank in range(self.count):
-            if (theirs := words.said(number, rank)) != first:
-                raise PeerError(f"ranks 0 and {rank} do not do the same: {_difference(first, theirs)}")
+        self.words.met[self.rank] = number
+        return number
+
+    def _hear(self, number: int, what: str, serve: Callable[[], object]) -> list[str]:
+        """Wait until all ranks have come to meeting `number`; return what each says."""
+        met = self.words.met
+        self.waits.until(lambda: bool((met >= number).all()), what, serve)
+        return [self.words.said(number, rank) for rank in range(self.count)]
 
     def compare_gradients(self, names: list[str]) -> None:
         """Raise `PeerError` if `p.grad` was there on one rank and not on another, as these entered what they are in."""

@@ -59,8 +59,8 @@ class Waits:
         self._words.signs[self._rank] += 1
 
     @contextmanager
-    def at(self, place: str) -> Iterator[None]:
-        """Have this rank be at `place` in the body. An error there ends its part. Raises `PeerError` if one has ended
+    def at(self, place: str, *, ends: bool = True) -> Iterator[None]:
+        """Have this rank be at `place` in the body. An error there `ends` its part. Raises `PeerError` if one has ended
         that of any rank."""
         for rank in range(len(self._words.signs)):
             if error := self._words.error(rank):
@@ -70,7 +70,8 @@ class Waits:
         try:
             yield
         except BaseException as error:
-            self.end_part(error)
+            if ends:
+                self.end_part(error)
             raise
         finally:
             self.place = before[0]

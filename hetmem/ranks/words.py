@@ -15,6 +15,8 @@ from hetmem.base.units import round_up
 
 PLACE_BYTES, SAID_BYTES = 256, 4096
 """The longest text about where a rank is, and of what ranks compare."""
+_SAVES = 64
+"""How many files of rank 0 the others may come late for."""
 
 _FENCE = threading.Lock()
 
@@ -48,6 +50,8 @@ class Words:
         self.has_left, self.steps = self._array((ranks,)), self._array((ranks,))
         self.has_gradient = self._array((ranks, parameters), np.uint8)
         """Whether `p.grad` was there as the rank entered its last backward or step."""
+        self.saves, self.saved = self._array((_SAVES, 2)), self._array((1,))
+        """The last files that rank 0 has saved, and whether that has failed: see `saves`. How many it has saved."""
         self._places = self._array((ranks, PLACE_BYTES), np.uint8)
         self._said = self._array((2, ranks, SAID_BYTES), np.uint8)
         self._errors = self._array((ranks, PLACE_BYTES), np.uint8)

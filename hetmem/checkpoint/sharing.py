@@ -1,0 +1,77 @@
+"""The part of one rank in a file that a group of ranks saves or loads; a model of one process is the whole group.
+
+Homes are there once for all ranks. So rank 0 writes a file. In loading, each rank checks one of every N blocks, and
+brings one of every N to the homes; what each rank has for itself (buffers, step counts, `extra`) each reads whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+
+from hetmem.engine.ranked_writes import refuse_writes
+from hetmem.errors import ManageError
+from hetmem.intercept import registry
+from hetmem.intercept.interceptor import Interception
+from hetmem.memory.chunk import elements
+from hetmem.memory.interrupts import HELD_BACK
+from hetmem.ranks.group import Ranks
+
+T = TypeVar("T")
+
+
+class Sharing:
+    """What the ranks that manage `model` share of a file; none do for a model of one process."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Raise `ManageError` for a model with parts that are managed apart, if a group has one of them."""
+        found = registry.managed_among(model.parameters()) if isinstance(model, torch.nn.Module) else {}
+        of_groups = [each for each in found if each.runtime.memory.ranks is not None]
+        if of_groups and len(found) > 1:
+            raise ManageError("a group of ranks manages a part of this model: save and load that part alone")
+        self._by: Interception | None = of_groups[0] if of_groups else None
+        self._ranks: Ranks | None = None if self._by is None else self._by.runtime.memory.ranks
+
+    def save(self, path: str, write: Callable[[], None]) -> None:
+        """Do `write()`, which writes the file `path`, on one rank; the others wait for it."""
+        if self._ranks is None:
+            write()
+        else:
+            self._ranks.saves.by_rank_0(path, write)
+
+    def together(self, what: str, do: Callable[[], T], said: Callable[[T], str] = str) -> T:
+        """Return `do()`, once all ranks have done it, as `Ranks.together` does."""
+        return do() if self._ranks is None else self._ranks.together(what, do, said)
+
+    @property
+    def part(self) -> slice:
+        """The blocks that this rank handles, of any list of them: one of every N."""
+        return slice(None) if self._ranks is None else slice(self._ranks.rank, None, self._ranks.count)
+
+    def home(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the memory that all ranks share and of which this one sees `tensor`; None if it is its own."""
+        if self._ranks is None or not tensor.is_cpu or not tensor.numel():
+            return None
+        mapping = self._ranks.pool.mapping
+        start = tensor.data_ptr() - mapping.private_address
+        if not 0 <= start < mapping.nbytes:
+            return None
+        flat = elements(mapping.buffer(start, tensor.nbytes), tensor.dtype, tensor.numel())
+        return flat.as_strided(tensor.shape, tensor.stride())
+
+    def refuse_writes(self) -> None:
+        """Raise `ManageError` if the program has written to what ranks share, which is as it was."""
+        if self._by is not None and self._ranks is not None:
+            refuse_writes(self._by.runtime.memory)
+
+    @HELD_BACK
+    def renew_copies(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Drop the copies of `parameters`, whose homes all ranks have filled; each 16-bit copy is cast by one rank."""
+        if self._by is None or self._ranks is None:
+            return
+        rank, count = self._ranks.rank, self._ranks.count
+        with self._by.runtime.unwatched():
+            for managed in registry.managed_among(parameters)[self._by]:
+                self._by.runtime.writes.by_loading(managed, recasts=managed.chunk.spec.index % count == rank)

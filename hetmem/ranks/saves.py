@@ -1,0 +1,61 @@
+"""Files of the whole group, which rank 0 writes, alone or while the others wait for it.
+
+Whether the others will come cannot be known: a program saves on all ranks, or on rank 0. So rank 0 writes at once, and
+notes which file it has written after how many steps; another rank that saves waits for that note.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable
+
+from hetmem.errors import PeerError
+from hetmem.ranks.waits import Waits
+from hetmem.ranks.words import Words, fence
+
+
+class Saves:
+    """The files that `rank` saves."""
+
+    def __init__(self, rank: int, words: Words, waits: Waits) -> None:
+        self._rank, self._words, self._waits = rank, words, waits
+        self._steps, self._times = 0, Counter[str]()
+        """How often each path was saved to since that step."""
+
+    def by_rank_0(self, path: str, save: Callable[[], None]) -> None:
+        """Return once rank 0 has done `save()`, which writes the file `path`. Raises its error on rank 0, and
+        `PeerError` on the others."""
+        key = self._key(os.path.realpath(path))
+        if self._rank == 0:
+            failed = True
+            try:
+                with self._waits.at("hetmem.save", ends=False):
+                    save()
+                failed = False
+            finally:
+                self._note(key, failed)
+            return
+        with self._waits.at("hetmem.save"):
+            self._waits.until(lambda: key in self._words.saves[:, 0], f"the file {path!r} of rank 0")
+        row = [*self._words.saves[:, 0]].index(key)
+        if self._words.saves[row, 1]:
+            raise PeerError(f"rank 0 has failed in hetmem.save of {path!r}: its error says why")
+
+    def _key(self, path: str) -> int:
+        """Return a number for this save: that of `path`, after so many steps, for the n-th time."""
+        if (steps := int(self._words.steps[self._rank])) != self._steps:
+            self._steps, self._times = steps, Counter()
+        self._times[path] += 1
+        text = f"{path}\0{steps}\0{self._times[path]}"
+        return int.from_bytes(hashlib.blake2b(os.fsencode(text), digest_size=7).digest(), "little") + 1
+
+    def _note(self, key: int, failed: bool) -> None:
+        words = self._words
+        row = words.saves[int(words.saved[0]) % len(words.saves)]
+        row[:] = 0, failed
+        fence()
+        row[0] = key
+        words.saved[0] += 1
+        self._waits.sign()

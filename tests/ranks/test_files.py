@@ -1,0 +1,123 @@
+"""Checkpoints of a group: the file is that of one process, and all ranks load it, or none does."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetmem
+from hetmem.errors import CheckpointError, PeerError, StoreError
+from hetmem.testing import ranks
+from tests.ranks.programs import Program, difference, loss_of, values
+
+PROGRAM = Program()
+BUDGET = hetmem.Budget(device="16MiB", host="64MiB", device_chunks="2MiB")
+
+
+class Trains:
+    """A model and its optimizer, in a group or alone, that begin with other weights at each `seed`."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        mixed = None if count == 3 else torch.bfloat16  # which a hook divides exactly by 2 and 4 alone
+        made = PROGRAM.made()
+        with torch.no_grad():
+            for p in made.parameters():
+                p += seed / 64
+        self.model = hetmem.manage(made, BUDGET, device="sim", chunk_bytes="256KiB", mixed_precision=mixed)
+        self.optimizer = hetmem.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, number: int, batches: list[int], divided_by: int = 1) -> None:
+        self.optimizer.zero_grad()
+        hooks = [
+            p.register_hook(lambda gradient: gradient / divided_by)
+            for p in self.model.parameters()
+            if p.requires_grad and divided_by > 1
+        ]
+        for batch in batches:
+            loss_of(self.model, PROGRAM.batch(number, batch, 0)).backward()
+        for hook in hooks:
+            hook.remove()
+        self.optimizer.step()
+
+    def save(self, path: str) -> str:
+        hetmem.save(path, self.model, self.optimizer, {"epoch": 3})
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+    def load(self, path: str) -> Any:
+        return hetmem.load(path, self.model, self.optimizer)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        self.optimizer.zero_grad()
+        return values(self.model, self.optimizer)
+
+
+def goes_on(rank: int, count: int, folder: str) -> tuple[str, str, dict[str, torch.Tensor], list[str]]:
+    """Digests of the file that was loaded, saved again, and of the one a step later; all values then, and errors."""
+    errors = []
+    trains = Trains(1, count)
+    trains.step(7, [rank])  # what is loaded replaces copies, gradients' homes and states
+    before = trains.values()
+    for path in ("damaged", "none" if rank == count - 1 else "first"):
+        with pytest.raises((CheckpointError, PeerError, StoreError)) as raised:
+            trains.load(f"{folder}/{path}")
+        errors.append(f"{raised.type.__name__}: {raised.value}")
+    assert difference(before, trains.values()) == [], "something is loaded"
+    assert trains.load(f"{folder}/first") == {"epoch": 3}
+    again = trains.save(f"{folder}/again {count}")
+    trains.step(1, [rank])
+    if rank == 0:
+        trains.save(f"{folder}/of rank 0 alone {count}")
+    digest = trains.save(f"{folder}/next {count}")
+    found = trains.values()
+    hetmem.release(trains.model)
+    return again, digest, found, errors
+
+
+def in_one_process(count: int, folder: str) -> tuple[str, str, dict[str, torch.Tensor]]:
+    """The same of one process that loads the file and runs the batches of `count` ranks in turn."""
+    trains = Trains(2, count)
+    trains.load(f"{folder}/first")
+    again = trains.save(f"{folder}/again")
+    trains.step(1, [*range(count)], count)
+    digest = trains.save(f"{folder}/one {count}")
+    found = trains.values()
+    hetmem.release(trains.model)
+    return again, digest, found
+
+
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.nightly) for count in (1, 3, 4))])
+def test_a_group_of_any_size_goes_on_from_the_file_of_one_process(count: int, tmp_path: Path) -> None:
+    folder, threads = str(tmp_path), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        first = Trains(0, count)
+        first.step(0, [0, 1])
+        first.save(f"{folder}/first")
+        hetmem.release(first.model)
+        data = bytearray((tmp_path / "first").read_bytes())
+        data[-1] ^= 1
+        (tmp_path / "damaged").write_bytes(data)
+        found = ranks(count, goes_on, count, folder)
+        expected = in_one_process(count, folder)
+    finally:
+        torch.set_num_threads(threads)
+    for rank, (again, after, after_values, _) in enumerate(found):
+        assert (again, after) == expected[:2], rank
+        assert difference(after_values, expected[2]) == [], rank
+    check_errors([errors for *_, errors in found], count)
+    assert (tmp_path / f"of rank 0 alone {count}").read_bytes() == (tmp_path / f"next {count}").read_bytes()
+
+
+def check_errors(told: list[list[str]], count: int) -> None:
+    """Which rank is named: that which reads the damaged block, and the last one, which lacks a file."""
+    damaged, lacking = ([errors[at] for errors in told] for at in range(2))
+    found = [rank for rank, text in enumerate(damaged) if text.startswith("CheckpointError") and "CRC-32" in text]
+    assert len(found) == 1, damaged
+    assert lacking[-1].startswith("StoreError: "), lacking
+    for finder, texts in ((found[0], damaged), (count - 1, lacking)):
+        for rank in {*range(count)} - {finder}:
+            assert texts[rank].startswith(f"PeerError: rank {finder} has failed in the check of hetmem.load: "), texts
