@@ -178,7 +178,7 @@ def _manage(
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
     if joined is not None:
-        _agree(joined, module, budget, replace(asked, mixed_precision=mixed_precision), accelerator, built)
+        _agree(joined, module, budget, replace(asked, mixed_precision=mixed_precision), accelerator)
     with HELD_BACK, ExitStack() as undone:
         taken = TakenOver(module)
         undone.callback(taken.give_back)
@@ -271,7 +271,6 @@ def _agree(
     budget: Budget | None,
     asked: _Options,
     accelerator: Device,
-    built: BuildingMemory | None,
 ) -> None:
     """Compare what the ranks ask for, and give all of them the buffers of rank 0. Raises `ManageError` for what a group
     does not do yet, and `PeerError` for a difference."""
@@ -281,9 +280,7 @@ def _agree(
     options = {name: getattr(asked, name) for name in names}
     joined.together(
         "manage the model",
-        lambda: alike.refuse(
-            budget, options, simulated=isinstance(accelerator, SimDevice), decorated=built is not None
-        ),
+        lambda: alike.refuse(budget, options, simulated=isinstance(accelerator, SimDevice)),
     )
     joined.compare(alike.facts(module, budget, options))
     for buffer in module.buffers():
@@ -343,7 +340,8 @@ def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], 
 
     Parameters go to their tiers while the module is built, host memory first: building takes the budget's host memory
     and NVMe, and the memory of one submodule. Parameters that these have no room for, but the device has, are built in
-    ordinary host memory; `BudgetError` if the device has no room either.
+    ordinary host memory; `BudgetError` if the device has no room either. Of a group of ranks each builds, the values of
+    rank 0 count, and the others hold those of one submodule.
     `options` are the keywords of `manage`; a `plan` among them replaces `budget`. Raises `ManageError` for anything but
     a class derived from `torch.nn.Module`, and for unknown options; making an instance raises the errors of `manage`.
     """
@@ -389,7 +387,15 @@ def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, asked: _Option
         plan = _plan(asked.plan)
         limits = (budget or (Budget() if plan is None else plan.budget)).limits()
         accelerator = _accelerator(asked.device)
-        built = build_within(limits, accelerator, lambda: init(self, *args, **kwargs))
+        joined = _joined(asked.group)
+        build = partial(
+            build_within,
+            limits,
+            accelerator,
+            lambda: init(self, *args, **kwargs),
+            keeps=joined is None or joined.rank == 0,
+        )
+        built = build() if joined is None else joined.together("build the model", build)
         try:
             _manage(self, budget, replace(asked, plan=plan), accelerator=accelerator, built=built)
         except BaseException:

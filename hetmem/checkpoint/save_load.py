@@ -79,7 +79,8 @@ def save(
     Raises `CheckpointError` (a ValueError) for values that cannot be saved, and within a forward, a backward or an
     unfinished step; `StoreError` (an OSError, with path, offset, bytes and errno) if the disk is full or fails. Both
     leave the earlier file as it was. Save between steps; other threads that train with `model` wait meanwhile.
-    Gradients are not saved.
+    Gradients are not saved. Of a group of ranks, rank 0 writes the file, alone, or while the others, which call this
+    too, wait for it: `PeerError` if it fails.
     """
     with trimmed(), all_of(model, "a checkpoint"):
         file = os.fspath(path)
@@ -136,7 +137,8 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
     A file cannot run code. Updates that `optimizer` has begun (during backward) are discarded; call
     `optimizer.zero_grad()` if there are gradients. Raises `CheckpointError` if another optimizer has begun a step of
-    `model`.
+    `model`. A group of ranks loads together; an error on one of them is a `PeerError` on the others, with nothing
+    changed on any.
     """
     with trimmed(), all_of(model, "loading a checkpoint"), ExitStack() as open_files:
         sharing = Sharing(model)

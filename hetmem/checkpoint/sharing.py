@@ -50,6 +50,10 @@ class Sharing:
         """The blocks that this rank handles, of any list of them: one of every N."""
         return slice(None) if self._ranks is None else slice(self._ranks.rank, None, self._ranks.count)
 
+    def owns(self, number: int) -> bool:
+        """Return whether this rank does what has this `number`, as one of every N."""
+        return self._ranks is None or number % self._ranks.count == self._ranks.rank
+
     def home(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the memory that all ranks share and of which this one sees `tensor`; None if it is its own."""
         if self._ranks is None or not tensor.is_cpu or not tensor.numel():
@@ -71,7 +75,6 @@ class Sharing:
         """Drop the copies of `parameters`, whose homes all ranks have filled; each 16-bit copy is cast by one rank."""
         if self._by is None or self._ranks is None:
             return
-        rank, count = self._ranks.rank, self._ranks.count
         with self._by.runtime.unwatched():
             for managed in registry.managed_among(parameters)[self._by]:
-                self._by.runtime.writes.by_loading(managed, recasts=managed.chunk.spec.index % count == rank)
+                self._by.runtime.writes.by_loading(managed, recasts=self.owns(managed.chunk.spec.index))

@@ -23,8 +23,8 @@ from hetmem.checkpoint.disk import OpenFile, Source, read_names, read_tensors
 from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.quantised_files import QuantisedTensor, grouped, renamed
 from hetmem.checkpoint.save_load import partly_loaded
+from hetmem.checkpoint.sharing import Sharing
 from hetmem.errors import CheckpointError
-from hetmem.intercept.registry import refuse_of_ranks
 
 
 class LoadedWeights(NamedTuple):
@@ -64,24 +64,46 @@ def load_weights(
     or an interrupt, leaves the model partly loaded, and the message says so. A file cannot run code.
     """
     with all_of(model, "loading weights"), ExitStack() as stack:
-        state = of_model(model)
-        refuse_of_ranks(model.parameters(), "hetmem.load_weights")
-        refuse_half_stepped(model, "call optimizer.step(), or its forget_step(), first")
-        declared = Declared(model, state.names)
-        sources, quantised = grouped(read_names(os.fspath(path), renamed(rename), stack))
-        made = _made(declared, sources, quantised)
-        keys = _compared(state, made, declared)
-        if strict and any(keys):
-            problems = [f"the files have no {name}" for name in keys.missing_keys]
-            problems += [f"the model has no {name}" for name in keys.unexpected_keys]
-            raise other_model("the weights are", problems, "rename= translates names, strict=False loads what matches")
-        targets = _targets(state, made, rounding)
-        for source, _ in targets:
-            if source.quantised is not None:
-                source.quantised.check()
-        with partly_loaded("the model is"), written(state.coded.values()):
-            _read(targets)
+        sharing = Sharing(model)
+
+        def check() -> tuple[LoadedWeights, ModelState, list[tuple[_Made, _Target]]]:
+            sharing.refuse_writes()
+            return _checked(os.fspath(path), model, stack, strict=strict, rename=rename, rounding=rounding)
+
+        keys, state, targets = sharing.together("the check of hetmem.load_weights", check, lambda found: str(found[0]))
+        with partly_loaded("the model is"):
+            with written(state.coded.values()):
+                sharing.together("the reading of hetmem.load_weights", lambda: _read(targets, sharing))
+            sharing.together("the end of hetmem.load_weights", lambda: sharing.renew_copies(model.parameters()))
     return keys
+
+
+def _checked(
+    path: str,
+    model: torch.nn.Module,
+    stack: ExitStack,
+    *,
+    strict: bool,
+    rename: Callable[[str], str | None] | None,
+    rounding: bool,
+) -> tuple[LoadedWeights, ModelState, list[tuple[_Made, _Target]]]:
+    """Compare the files at `path`, open until `stack` closes, with `model`: what does not match, its state, and what to
+    fill of which source."""
+    state = of_model(model)
+    refuse_half_stepped(model, "call optimizer.step(), or its forget_step(), first")
+    declared = Declared(model, state.names)
+    sources, quantised = grouped(read_names(path, renamed(rename), stack))
+    made = _made(declared, sources, quantised)
+    keys = _compared(state, made, declared)
+    if strict and any(keys):
+        problems = [f"the files have no {name}" for name in keys.missing_keys]
+        problems += [f"the model has no {name}" for name in keys.unexpected_keys]
+        raise other_model("the weights are", problems, "rename= translates names, strict=False loads what matches")
+    targets = _targets(state, made, rounding)
+    for source, _ in targets:
+        if source.quantised is not None:
+            source.quantised.check()
+    return keys, state, targets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,9 +145,11 @@ def _made(declared: Declared, sources: dict[str, Source], quantised: Mapping[str
 _Target = torch.Tensor | CodedWeight
 
 
-def _read(targets: list[tuple[_Made, _Target]]) -> None:
-    """Fill the tensors in the order of the files; quantised weights one by one."""
+def _read(targets: list[tuple[_Made, _Target]], sharing: Sharing) -> None:
+    """Fill the tensors in the order of the files; quantised weights one by one. Of what ranks share, each reads its
+    part, and converts one of every N."""
     files: dict[OpenFile, list[tuple[Stored, torch.Tensor]]] = {}
+    shared: dict[OpenFile, list[tuple[Stored, torch.Tensor]]] = {}
     converted: dict[Conversion, dict[str, _Target]] = {}
     for made, tensor in sorted(targets, key=lambda target: target[0].sources[0].stored.start):
         if made.conversion is not None:
@@ -138,11 +162,16 @@ def _read(targets: list[tuple[_Made, _Target]]) -> None:
             read_tensors(source.file, [(source.stored, values)])
             tensor.encode(values)
         else:
-            files.setdefault(made.sources[0].file, []).append((made.sources[0].stored, tensor))
-    for file, mine in files.items():
-        read_tensors(file, sorted(mine, key=lambda target: target[0].start))
-    for conversion, tensors in converted.items():
-        conversion.fill(tensors)
+            home = sharing.home(tensor)
+            of_file = (files if home is None else shared).setdefault(made.sources[0].file, [])
+            of_file.append((made.sources[0].stored, tensor if home is None else home))
+    for found, part in ((files, slice(None)), (shared, sharing.part)):
+        for file, mine in found.items():
+            read_tensors(file, sorted(mine, key=lambda target: target[0].start), part=part)
+    for number, (conversion, tensors) in enumerate(converted.items()):
+        homes = {name: sharing.home(each) for name, each in tensors.items() if isinstance(each, torch.Tensor)}
+        if sharing.owns(number) or None in homes.values():
+            conversion.fill({name: tensors[name] if homes.get(name) is None else homes[name] for name in tensors})
 
 
 def _compared(state: ModelState, made: dict[str, _Made], declared: Declared) -> LoadedWeights:

@@ -238,6 +238,13 @@ class Mapping:
             self._pages.madvise(mmap.MADV_DONTNEED, used, self.nbytes - used)
         self.nbytes = nbytes
 
+    def drop(self, offset: int, nbytes: int) -> None:
+        """Free the whole pages in bytes [offset, offset + nbytes), which read zeros then, also in views of them."""
+        self._check_range(offset, nbytes)
+        start, end = round_up(offset, mmap.PAGESIZE), (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end:
+            self._pages.madvise(mmap.MADV_DONTNEED, start, end - start)
+
     def _check_range(self, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes [{offset}, {offset + nbytes}) are not within the {self.nbytes} of the mapping")

@@ -43,10 +43,12 @@ class BuildingMemory:
     """The memory of the tiers that a module is built in: host memory first, then NVMe, then ordinary memory for
     parameters that will have their home on the device.
 
-    `host_bytes`: what homes may take of host memory. `device_bytes`: the device budget, None = unknown.
+    `host_bytes`: what homes may take of host memory. `device_bytes`: the device budget, None = unknown. Without `keeps`
+    it has addresses for values and forgets them, as those of another rank count.
     """
 
-    def __init__(self, limits: Limits, host_bytes: int, device_bytes: int | None) -> None:
+    def __init__(self, limits: Limits, host_bytes: int, device_bytes: int | None, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self.host_bytes = round_down(host_bytes, PAGE_BYTES)
         self.mapping = Mapping(max(PAGE_BYTES, self.host_bytes))
         self.store: NvmeStore | None = None
@@ -66,7 +68,8 @@ class BuildingMemory:
             self._stay(nbytes)
             return
         flat = elements(memory, parameter.dtype, parameter.numel())
-        _copy_touched(address_of(memory), parameter.data_ptr(), nbytes)
+        if self._keeps:
+            _copy_touched(address_of(memory), parameter.data_ptr(), nbytes)
         with torch.no_grad():
             parameter.data = flat.as_strided(parameter.shape, parameter.stride())
         self.freed.add(nbytes)
@@ -88,6 +91,16 @@ class BuildingMemory:
         begin = address_of(memory) - extent.offset
         self._files[extent.file] = range(begin, begin + extent.offset + extent.nbytes)
         return memory[:nbytes]
+
+    def forget(self) -> None:
+        """Free what the modules so far have written, unless their values count."""
+        if not self._keeps:
+            self.mapping.drop(0, self._host_used)
+
+    def leave(self, data: torch.Tensor) -> None:
+        """Free the memory of `data`, which has been copied to a home in other memory, if it is in this one."""
+        if source := self.source(data):
+            self.mapping.drop(source.start - self.mapping.address, len(source))
 
     def _stay(self, nbytes: int) -> None:
         """Count bytes that stay in ordinary memory, and refuse more than the device could hold in the end."""
@@ -179,9 +192,10 @@ def as_written(build: Callable[[], T]) -> T:
         _state.as_written = before
 
 
-def build_within(limits: Limits, device: Device, build: Callable[[], None]) -> BuildingMemory:
-    """Run `build()` while every parameter that a module registers moves to memory of the tiers; return that memory."""
-    building = Building(limits, device)
+def build_within(limits: Limits, device: Device, build: Callable[[], None], *, keeps: bool = True) -> BuildingMemory:
+    """Run `build()` while every parameter that a module registers moves to memory of the tiers; return that memory.
+    `keeps`: whether that has its values, too."""
+    building = Building(limits, device, keeps=keeps)
     try:  # see note "ended twice"
         try:
             building.begin()
@@ -205,11 +219,11 @@ class Building:
     then. Reentrant use is an error of the caller.
     """
 
-    def __init__(self, limits: Limits, device: Device) -> None:
+    def __init__(self, limits: Limits, device: Device, *, keeps: bool = True) -> None:
         self._handle: Any = None
         check_directories(limits)
         given = [size for size in (limits.device_bytes, device.memory_bytes) if size is not None]
-        self.memory = BuildingMemory(limits, host_bytes(limits), min(given, default=None))
+        self.memory = BuildingMemory(limits, host_bytes(limits), min(given, default=None), keeps=keeps)
         self._pending: list[weakref.ref[torch.nn.Parameter]] = []
         self._module: weakref.ref[torch.nn.Module] | None = None
         """The module that registered the pending parameters."""
@@ -250,6 +264,7 @@ class Building:
             parameter = reference()
             if parameter is not None and _is_placed(parameter):
                 self.memory.place(parameter)
+        self.memory.forget()
 
 
 def _is_placed(parameter: torch.nn.Parameter) -> bool:

@@ -52,12 +52,12 @@ def move_home(
     ]
     workers = WorkerPool(cores=memory.device.cores)
     try:
-        if built is None:
+        if built is None or memory.ranks is not None:  # homes that ranks share are not in the memory of building
             for managed in found:
                 HELD_BACK.raise_here()
                 if managed.code is not None:
                     undone.callback(_put_back, managed, managed.parameter.data)
-                _move(memory, managed, None, workers.run, taken)
+                _move(memory, managed, built, workers.run, taken)
         else:
             _move_in_place(memory, found, built, workers.run, taken)
             built.clear(memory)
@@ -178,6 +178,8 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
     if memory.ranks is not None:
         if memory.ranks.rank == 0:  # whose values count
             managed.at_home(Role.PARAM).copy_(data)
+        if built is not None:
+            built.leave(data)
     elif built is not None and source and home.device.type == "cpu":
         _copy_bytes(home, data, over_disk=built.on_disk(source.start))
         built.freed.add(home.nbytes)

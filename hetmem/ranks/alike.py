@@ -28,12 +28,10 @@ def facts(module: torch.nn.Module, budget: Budget | None, options: Mapping[str, 
     return found
 
 
-def refuse(budget: Budget | None, options: Mapping[str, Any], *, simulated: bool, decorated: bool) -> None:
+def refuse(budget: Budget | None, options: Mapping[str, Any], *, simulated: bool) -> None:
     """Raise `ManageError` for what a group of several ranks does not do yet."""
     if not simulated:
         raise not_yet("a GPU")
-    if decorated:
-        raise not_yet("building a model within hetmem.managed")
     if budget is not None and budget.limits().nvme_bytes:
         raise not_yet("Budget(nvme=…)")
     if options["plan"] is not None:
