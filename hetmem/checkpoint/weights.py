@@ -169,9 +169,10 @@ def _read(targets: list[tuple[_Made, _Target]], sharing: Sharing) -> None:
         for file, mine in found.items():
             read_tensors(file, sorted(mine, key=lambda target: target[0].start), part=part)
     for number, (conversion, tensors) in enumerate(converted.items()):
-        homes = {name: sharing.home(each) for name, each in tensors.items() if isinstance(each, torch.Tensor)}
-        if sharing.owns(number) or None in homes.values():
-            conversion.fill({name: tensors[name] if homes.get(name) is None else homes[name] for name in tensors})
+        shown = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
+        homes = {name: home for name, each in shown.items() if (home := sharing.home(each)) is not None}
+        if sharing.owns(number) or len(homes) < len(tensors):
+            conversion.fill({**tensors, **homes})
 
 
 def _compared(state: ModelState, made: dict[str, _Made], declared: Declared) -> LoadedWeights:

@@ -41,11 +41,14 @@ class RankedSteps:
         """Wait until all ranks have come to a step, and take part in their backwards meanwhile; then compare options,
         and which parameters have gradients."""
         refuse_options(optimizer)
-        name = f"a step of {type(optimizer).__name__}"
+        name, handed_out = f"a step of {type(optimizer).__name__}", self._ranks.words.handed_out
+        handed_out[self._ranks.rank] = optimizer.states.handed_out
         self._ranks.meet(name, serve=_take_part)
         refuse_writes(self._memory)
         self._gradients.note_gradients()
-        self._ranks.meet(f"the options of {name}", _in_words(optimizer, self._gradients.number_of))
+        self._ranks.meet(
+            f"the options of {name}", _in_words(optimizer, self._gradients.number_of, counts=handed_out.any())
+        )
         self._gradients.compare()
         self._ranks.words.steps[self._ranks.rank] += 1
 
@@ -61,18 +64,18 @@ def _take_part() -> None:
             interception.gradients.ranked.take_part()
 
 
-def _in_words(optimizer: SteppingOptimizer, number_of: Callable[[torch.Tensor], int]) -> str:
+def _in_words(optimizer: SteppingOptimizer, number_of: Callable[[torch.Tensor], int], *, counts: bool) -> str:
     """Return what a step of `optimizer` depends on beside weights, gradients and states in homes, for ranks to compare;
-    `number_of` returns the number of a parameter."""
+    `number_of` returns the number of a parameter. `counts`: also the counts of steps."""
     lines = [f"max_grad_norm {optimizer.max_grad_norm}, gradients times {optimizer.expected_scale()}"]
     for at, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
         numbers = [*map(number_of, group["params"])]
         lines.append(f"group {at}: {options}, parameters {zlib.crc32(repr(numbers).encode()):x}")
-    if optimizer.states.handed_out:  # the program may have changed step counts
+    if counts:  # the program of some rank may have changed them
         entries = [*optimizer.states.shown.values()]
-        counts = [float(value) for entry in entries for value in entry.values() if _is_number(value)]
-        lines.append(f"counts of steps {zlib.crc32(repr(counts).encode()):x}")
+        found = [float(value) for entry in entries for value in entry.values() if _is_number(value)]
+        lines.append(f"counts of steps {zlib.crc32(repr(found).encode()):x}")
     return "\n".join(lines)
 
 

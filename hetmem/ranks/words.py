@@ -50,6 +50,8 @@ class Words:
         self.has_left, self.steps = self._array((ranks,)), self._array((ranks,))
         self.has_gradient = self._array((ranks, parameters), np.uint8)
         """Whether `p.grad` was there as the rank entered its last backward or step."""
+        self.handed_out = self._array((ranks,))
+        """Whether the program of a rank ever got the states of the optimizer that steps."""
         self.saves, self.saved = self._array((_SAVES, 2)), self._array((1,))
         """The last files that rank 0 has saved, and whether that has failed: see `saves`. How many it has saved."""
         self._places = self._array((ranks, PLACE_BYTES), np.uint8)
