@@ -114,7 +114,7 @@ def test_weights_whose_load_is_interrupted_are_said_to_be_partly_loaded(
     module = nn.Linear(2, 2)
     hetmem.save(tmp_path / "c", module)
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hetmem.checkpoint.weights.read_tensors", interrupt)
