@@ -402,7 +402,7 @@ def _prepare(optimizer: torch.optim.Optimizer, numbers: dict[str, int], file: _R
             offloaded.forget_step()
         except Exception:  # an update failed whose results are overwritten now; the second call does without it
             offloaded.forget_step()
-        offloaded.begin_loading(loaded)
+        offloaded.load_state_dict(loaded)
         if beside is not None:
             offloaded.load_beside_states(beside)
         shown = offloaded.state  # read once: it waits for all updates

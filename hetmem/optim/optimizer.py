@@ -216,14 +216,8 @@ class OffloadedOptimizer(Optimizer):
         changed, if states are of another kind (8-bit moments or not), or if that of a parameter to be trained lacks
         entries, where torch's `step` would raise KeyError.
         """
-        for stepper in self._steppers.values():
+        for stepper in self._steppers.values() if _has_values(state_dict) else ():
             stepper.refuse_among_ranks("optimizer.load_state_dict")
-        self.begin_loading(state_dict)
-
-    @HELD_BACK
-    @torch.inference_mode(False)
-    def begin_loading(self, state_dict: dict[str, Any]) -> None:
-        """Do what `load_state_dict` does, for ranks too, whose states have to be on `meta`: hetmem fills the homes."""
         with self._turns("load_state_dict()"):
             self.synchronize()
             last_hook = self.register_load_state_dict_pre_hook(lambda _, given: self._take_homes_out(given))
@@ -439,3 +433,9 @@ class OffloadedOptimizer(Optimizer):
 
     def _name(self) -> str:
         return f"hetmem.{type(self).__name__}"
+
+
+def _has_values(state_dict: dict[str, Any]) -> bool:
+    """Return whether `state_dict` has states with values, and not on `meta` alone."""
+    values = chain.from_iterable(map(dict.values, state_dict["state"].values()))
+    return any(isinstance(value, torch.Tensor) and value.dim() and not value.is_meta for value in values)
