@@ -216,8 +216,8 @@ class OffloadedOptimizer(Optimizer):
         changed, if states are of another kind (8-bit moments or not), or if that of a parameter to be trained lacks
         entries, where torch's `step` would raise KeyError.
         """
-        for stepper in self._steppers.values() if _has_values(state_dict) else ():
-            stepper.refuse_among_ranks("optimizer.load_state_dict")
+        for stepper in self._steppers.values():
+            stepper.refuse_among_ranks("optimizer.load_state_dict", unless=lambda: not _has_values(state_dict))
         with self._turns("load_state_dict()"):
             self.synchronize()
             last_hook = self.register_load_state_dict_pre_hook(lambda _, given: self._take_homes_out(given))

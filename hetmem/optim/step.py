@@ -284,9 +284,9 @@ class Stepper:
             if not self._deferred:
                 self._carry_out()
 
-    def refuse_among_ranks(self, what: str) -> None:
-        """Raise `ManageError` for `what`, if several ranks step this model."""
-        if self._ranked is not None:
+    def refuse_among_ranks(self, what: str, unless: Callable[[], bool]) -> None:
+        """Raise `ManageError` for `what`, if several ranks step this model, `unless` they can do it."""
+        if self._ranked is not None and not unless():
             raise not_yet(what)
 
     def place(self) -> AbstractContextManager[None]:
