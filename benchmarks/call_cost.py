@@ -19,6 +19,7 @@ import gc
 import platform
 import statistics
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -109,18 +110,20 @@ class Cost:
 
 
 def counted(act: Callable[[], Any]) -> tuple[Any, int]:
-    """What `act` returns, and how many calls of Python and C it made on this thread."""
+    """What `act` returns, and how many calls of Python and C it made on this thread, and on those that it started."""
     calls = 0
 
     def see(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    threading.setprofile(see)
     sys.setprofile(see)
     try:
         result = act()
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
     return result, calls
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from benchmarks.call_cost import Norm
+from benchmarks.call_cost import Norm, counted
 from benchmarks.clock import ClockDevice
 from benchmarks.overlap import Layer
 
@@ -219,21 +218,7 @@ def calls(blocks: int, count: int, step: Step, share: float) -> int:
         step(model, batches)
         optimizer.step()
         optimizer.zero_grad()
-    found = 0
-
-    def see(frame: Any, event: str, argument: Any) -> None:
-        nonlocal found
-        found += event in ("call", "c_call")
-
-    threading.setprofile(see)
-    import sys
-
-    sys.setprofile(see)
-    try:
-        step(model, batches)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+    _, found = counted(lambda: step(model, batches))
     hetmem.release(model)
     return found
 

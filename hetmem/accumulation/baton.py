@@ -27,6 +27,12 @@ class Exchanged(Protocol):
         """Keep what the micro-batch `number` has, as another one goes on."""
 
 
+class _Mine(threading.local):
+    """What each thread knows of itself, read without a call."""
+
+    number: int | None = None
+
+
 class Baton:
     """Passes the turn among `count` threads. `after_round` is called, by the thread that has the baton, after the last
     one has had it in each round; what it raises is raised there.
@@ -45,12 +51,8 @@ class Baton:
         self._over = threading.Lock()
         self._over.acquire()
         self._broken_off = False
-        self._mine = threading.local()
-
-    @property
-    def mine(self) -> int | None:
-        """The number of the micro-batch that the calling thread runs; None on other threads."""
-        return getattr(self._mine, "number", None)
+        self.mine = _Mine()
+        """`mine.number` is the number of the micro-batch that the calling thread runs; None on other threads."""
 
     # ---- the calling thread ------------------------------------------------------------------------------------
 
@@ -80,26 +82,33 @@ class Baton:
 
     def begin(self, number: int) -> None:
         """Wait until `number`, which the calling thread runs from here on, has the baton."""
-        self._mine.number = number
-        self._wait(number)
+        self.mine.number = number
+        self._gates[number].acquire()
+        if self._broken_off:
+            raise Unwound
+        self._exchanged.enter(number)
 
     def pass_on(self, number: int) -> None:
         """Give the baton to the next one, and wait until it comes back. Raises `Unwound` if they are broken off."""
         if self._broken_off:
             raise Unwound
         running = self.running
-        at = running.index(number) + 1
-        if at == len(running):
+        if running[-1] == number:
             self._after_round()
-            at = 0
-        if running[at] != number:
+            following = running[0]
+        else:
+            following = running[running.index(number) + 1]
+        if following != number:
             self._exchanged.leave(number)
-            self._gates[running[at]].release()
-            self._wait(number)
+            self._gates[following].release()
+            self._gates[number].acquire()
+            if self._broken_off:
+                raise Unwound
+            self._exchanged.enter(number)
 
     def end(self, number: int) -> None:
         """Give the baton to the next one, for good, or to the thread in `run` if there is none. Never raises."""
-        self._mine.number = None
+        self.mine.number = None
         self._exchanged.leave(number)
         at = self.running.index(number)
         del self.running[at]
@@ -107,9 +116,3 @@ class Baton:
             self._gates[self.running[at % len(self.running)]].release()
         else:
             self._over.release()
-
-    def _wait(self, number: int) -> None:
-        self._gates[number].acquire()
-        if self._broken_off:
-            raise Unwound
-        self._exchanged.enter(number)

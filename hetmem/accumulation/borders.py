@@ -35,12 +35,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [*found]
 
 
-def with_buffers(model: nn.Module, borders: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return `borders`, and the modules outside of them that have buffers, as running statistics, in the order of
-    `model`: there micro-batches have to come in their order even if one leaves a stack of blocks early."""
+def with_buffers(parts: Iterable[nn.Module], borders: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return `borders`, and those of the model's `parts` outside of them that have buffers, as running statistics, in
+    the order of `parts`: there micro-batches have to come in their order even if one leaves a stack of blocks early."""
     asked = set(borders)
-    within = {part for border in asked for part in _parts(border)}
-    return [part for part in _parts(model) if part in asked or (part not in within and _buffers(part))]
+    within = {part for border in asked for part in parts_of(border)}
+    return [part for part in parts if part in asked or (part._buffers and part not in within and _buffers(part))]
 
 
 def have_common(modules: Iterable[nn.Module]) -> bool:
@@ -90,7 +90,7 @@ class Borders:
             for index, module in enumerate(self._modules):
                 compiled = vars(module).get("_compiled_call_impl")
                 if compiled is None:
-                    handle = module.register_forward_pre_hook(partial(self._hook, index), prepend=True)
+                    handle = module.register_forward_pre_hook(partial(self._come_to, index), prepend=True)
                     undo.append(handle.remove)
                 else:  # its hooks are compiled with it
                     module._compiled_call_impl = partial(self._call, index, compiled)
@@ -100,31 +100,28 @@ class Borders:
             for each in undo:
                 each()
 
-    def _hook(self, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        number = self._baton.mine
-        if number is not None and torch_private.current_graph_task() == -1:  # else a backward recomputes
-            self._come_to(index, number)
-
     def _call(self, index: int, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        number = self._baton.mine
-        if number is not None and torch_private.current_graph_task() == -1:
-            self._come_to(index, number)
+        self._come_to(index)
         return compiled(*args, **kwargs)
 
-    def _come_to(self, index: int, number: int) -> None:
+    def _come_to(self, index: int, *_: object) -> None:
+        """Pass the baton on at the border `index`; a hook that torch calls with a module and its arguments."""
+        number = self._baton.mine.number
+        if number is None or torch_private.current_graph_task() != -1:
+            return  # of another thread; or a backward recomputes
         visits = self._visits[number]
-        visits[index] = visit = visits.get(index, -1) + 1
+        visits[index] = visit = visits[index] + 1 if index in visits else 0
         if visit and index in self._unwritten and self._unwritten[index] != _versions(self._modules[index]):
             raise ManageError(
                 f"a forward calls a {type(self._modules[index]).__name__} again that writes its buffers (running "
                 f"statistics): between its calls come those of other micro-batches, so they would have another order "
                 f"than in a loop. Use the loop: for batch in batches: forward(model, batch).backward()"
             )
-        self.passed[number].append((visit, index))
+        self.passed[number] += ((visit, index),)
         self._baton.pass_on(number)
         while not self._are_beyond(number):
             self._baton.pass_on(number)
-        self.starts[number].append(torch_private.next_node_number())
+        self.starts[number] += (torch_private.next_node_number(),)
 
     def _are_beyond(self, number: int) -> bool:
         """Return whether the micro-batches before `number` have all gone on behind the border that it has come to, or
@@ -145,20 +142,22 @@ class Borders:
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
     """Return what changes with each write to a buffer of `module`, and with each that is exchanged."""
-    buffers = [buffer for part in _parts(module) for buffer in _buffers(part)]
+    buffers = [buffer for part in parts_of(module) if part._buffers for buffer in _buffers(part)]
     return [(id(buffer), buffer._version) for buffer in buffers if not buffer.is_inference()]
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """Return `module.modules()`, in its order, in some three calls for each."""
-    found, todo = dict[nn.Module, None](), [module]
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """Return `module.modules()`, in its order, without a call for each."""
+    found, todo = dict[nn.Module, None](), list[nn.Module | None]((module,))
     while todo:
-        part = todo.pop()
-        if part not in found:
+        part = todo[-1]
+        del todo[-1]
+        if part is not None and part not in found:
             found[part] = None
-            todo += [child for child in part._modules.values() if child is not None][::-1]
+            if part._modules:
+                todo += [*part._modules.values()][::-1]
     return [*found]
 
 
 def _buffers(module: nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer in module._buffers.values() if buffer is not None] if module._buffers else []
+    return [buffer for buffer in module._buffers.values() if buffer is not None]

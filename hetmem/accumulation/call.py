@@ -14,7 +14,7 @@ from torch import nn
 
 from hetmem import torch_private
 from hetmem.accumulation.baton import Baton, Unwound
-from hetmem.accumulation.borders import Borders, refuse_borders, repeated_blocks, with_buffers
+from hetmem.accumulation.borders import Borders, parts_of, refuse_borders, repeated_blocks, with_buffers
 from hetmem.accumulation.order import BackwardOrder, Graph
 from hetmem.accumulation.surroundings import RandomStates, ThreadState
 from hetmem.base.warning import warn_user
@@ -59,16 +59,19 @@ def accumulate(
     """
     batches = [*batches]
     _refuse(model, forward, loss)
+    parts = parts_of(model)
+    parameters = [each for part in parts if part._parameters for each in part._parameters.values() if each is not None]
+    refuse_of_ranks(parameters, "hetmem.accumulate")
     if borders is not None:
         refuse_borders(model, borders)
     if not batches:
         return []
     states = RandomStates(len(batches), generator)
     compute = forward or partial(_forward, loss, len(batches))
-    together = JoinedModels(model, len(batches))
+    together = JoinedModels(parameters, len(batches))
     try:
         with together.turns():
-            found = _borders(model, borders, together, len(batches))
+            found = _borders(parts, borders, together, len(batches))
             if not found:
                 return _loop(model, batches, compute, states)
             return _MicroBatches(model, batches, compute, found, states, together).run()
@@ -82,7 +85,6 @@ def _refuse(model: nn.Module, forward: Forward | None, loss: object) -> None:
         raise ManageError(f"hetmem.accumulate expects a torch.nn.Module, got {type(model).__name__}")
     if forward is not None and loss is not None:
         raise ManageError("hetmem.accumulate takes forward=, which returns the loss, or loss=, not both")
-    refuse_of_ranks(model.parameters(), "hetmem.accumulate")
     if is_sharing_a_turn():
         raise ManageError("hetmem.accumulate is called within the forward of another one: call it once for the step")
     if torch_private.current_graph_task() != -1:
@@ -94,18 +96,19 @@ def _refuse(model: nn.Module, forward: Forward | None, loss: object) -> None:
 
 
 def _borders(
-    model: nn.Module, asked: Sequence[nn.Module] | None, together: JoinedModels, count: int
+    parts: Sequence[nn.Module], asked: Sequence[nn.Module] | None, together: JoinedModels, count: int
 ) -> Sequence[nn.Module]:
-    """Return the borders at which to take turns; none if the loop does as well."""
+    """Return the borders at which to take turns in a model of these `parts`; none if the loop does as well."""
     if count == 1 or together.moves_nothing:
         return ()
-    found = repeated_blocks(model) if asked is None else asked
+    found = repeated_blocks(parts[0]) if asked is None else asked
     if not found:
         warn_user(
-            f"hetmem.accumulate computes one micro-batch after the other, as {type(model).__name__} has no ModuleList "
-            f"or Sequential with several blocks of one class: pass borders=, modules at which micro-batches take turns"
+            f"hetmem.accumulate computes one micro-batch after the other, as {type(parts[0]).__name__} has no "
+            f"ModuleList or Sequential with several blocks of one class: pass borders=, modules at which micro-batches "
+            f"take turns"
         )
-    return with_buffers(model, found) if found else ()
+    return with_buffers(parts, found) if found else ()
 
 
 def _forward(loss: Callable[[Any], torch.Tensor] | None, count: int, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -256,15 +259,20 @@ class _MicroBatches:
 
 
 class _Exchanged:
-    """What goes with the baton: random states, and weights that rest while a backward computes."""
+    """What goes with the baton: random states, and what models keep for the micro-batch that computes."""
 
     def __init__(self, states: RandomStates, together: JoinedModels) -> None:
-        self.leave, self._states, self._together = states.leave, states, together
+        self._states, self._together = states, together
 
     def enter(self, number: int) -> None:
         """Prepare for the micro-batch `number`."""
         self._states.enter(number)
-        self._together.rest_again()
+        self._together.enter()
+
+    def leave(self, number: int) -> None:
+        """End what the micro-batch `number` alone has."""
+        self._together.leave()
+        self._states.leave(number)
 
 
 class _Gradients:

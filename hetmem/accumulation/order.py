@@ -104,12 +104,12 @@ class BackwardOrder:
             above = stretch
 
     def _pass_on(self, number: int, times: int, _: object) -> None:
-        if self._baton.mine == number:  # a node may be in several graphs
+        if self._baton.mine.number == number:  # a node may be in several graphs
             for _ in range(times):
                 self._baton.pass_on(number)
 
     def _before_last(self, number: int, key: int, _: object) -> None:
-        if self._baton.mine == number:
+        if self._baton.mine.number == number:
             missing = self._missing[key]
             while missing and missing[0] < number:
                 self._baton.pass_on(number)

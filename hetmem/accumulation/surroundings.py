@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hetmem import torch_private
 _Generator = torch.Generator
 _AUTOCAST = ("cpu", "cuda")
 _LARGEST_SEED = 2**63 - 1
+_STATE = methodcaller("get_state")
 
 
 class RandomStates:
@@ -28,29 +30,27 @@ class RandomStates:
         device = "cpu" if generator is None else generator.device
         self.seeds: list[int] = torch.randint(_LARGEST_SEED, (count,), generator=generator, device=device).tolist()
         self._generators = _default_generators()
-        self._before = self._now()
+        self._before = [*map(_STATE, self._generators)]
         self._states: list[list[torch.Tensor] | None] = [None] * count
 
     def enter(self, number: int) -> None:
         """Set the states of the micro-batch `number`."""
         states = self._states[number]
-        for at, generator in enumerate(self._generators):
-            if states is None:
-                generator.manual_seed(self.seeds[number])
-            else:
-                generator.set_state(states[at])
+        if states is not None:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            return
+        for generator in self._generators:
+            generator.manual_seed(self.seeds[number])
 
     def leave(self, number: int) -> None:
         """Keep the states that the micro-batch `number` has come to."""
-        self._states[number] = self._now()
+        self._states[number] = [*map(_STATE, self._generators)]
 
     def restore(self) -> None:
         """Set the states of all generators as they were behind the draw of the seeds."""
         for generator, state in zip(self._generators, self._before, strict=True):
             generator.set_state(state)
-
-    def _now(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
 
 
 def _default_generators() -> list[Any]:

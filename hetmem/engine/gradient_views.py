@@ -50,6 +50,12 @@ def show_first_gradient(parameter: torch.Tensor, weight: torch.Tensor, gradient:
         show_gradient(parameter, gradient)
 
 
+def add_arrived(sum_so_far: torch.Tensor, weight: torch.Tensor, arrived: torch.Tensor) -> None:
+    """Take `arrived`, the gradient of the working weight `weight`, and add it to `sum_so_far`, on the device."""
+    sum_so_far.add_(arrived)
+    weight.grad = None
+
+
 def to_host_memory(managed: ManagedParameter) -> None:
     """Make the parameter and its gradient ordinary tensors in host memory, as the model is released."""
     parameter = managed.parameter

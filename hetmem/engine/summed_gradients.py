@@ -11,14 +11,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import cast
 
 import torch
 
-from hetmem.engine.gradient_views import show_gradient, take_gradient
+from hetmem.engine.gradient_views import add_arrived, show_first_gradient, show_gradient, take_gradient
 from hetmem.engine.sink import Sink
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
+from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier
+
+_NBYTES = attrgetter("nbytes")
 
 
 class _Sum:
@@ -90,12 +93,39 @@ class SummedGradients:
             self._expected.clear()
 
     def take(self, managed: ManagedParameter, weight: torch.Tensor, arrived: torch.Tensor) -> bool:
-        """Do `add` of `arrived`, the gradient of the working weight `weight`, to one of `sums`. Return False, with
-        nothing changed, if there is more to it."""
-        if not self._add(managed, arrived, managed.parameter.grad):
+        """Do `add` of `arrived`, the gradient of the working weight `weight`. Return False, with nothing changed, if
+        there is more to it."""
+        shown = managed.parameter.grad
+        if managed not in self.sums:
+            return shown is None and self._take_first(managed, weight, arrived)
+        known = self.sums[managed]
+        home = known.home
+        if type(shown) is HiddenGradient:
+            shown = shown.gradient
+        if known.is_own and shown is home and managed.grad_home is home:  # most of them
+            add_arrived(known.value, weight, arrived)
+            known.count += 1
+            known.left -= 1
+        elif self._add(managed, arrived, shown):
+            take_gradient(weight)
+        else:
             return False
-        take_gradient(weight)
-        self._close_if_complete(managed)
+        if not known.left:
+            self._close(managed)
+        return True
+
+    def _take_first(self, managed: ManagedParameter, weight: torch.Tensor, arrived: torch.Tensor) -> bool:
+        sink, chunk = self._sink(), managed.chunk
+        if chunk not in self._open or managed not in self._open[chunk]:
+            return False
+        if sink.tells:
+            sink.tell_coming(managed)
+        if not self._begin(managed, arrived, None):  # expects a second one
+            return False
+        view = managed.grad_view
+        show_first_gradient(managed.parameter, weight, self.sums[managed].home if view is None else view)
+        if view is None:
+            sink.flights.begin(managed)
         return True
 
     def add(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> bool:
@@ -109,7 +139,8 @@ class SummedGradients:
             taken = self._begin(managed, arrived, previous) if known is None else self._add(managed, arrived, previous)
             if taken:
                 self._show(managed)
-                self._close_if_complete(managed)
+                if not self.sums[managed].left:
+                    self._close(managed)
             else:
                 self._counts[managed] += 1
                 self._leave(managed)
@@ -172,10 +203,6 @@ class SummedGradients:
                 self._sink().tell_coming(managed)
         self._close(managed)
 
-    def _close_if_complete(self, managed: ManagedParameter) -> None:
-        if not self.sums[managed].left:
-            self._close(managed)
-
     def _close(self, managed: ManagedParameter) -> None:
         """Note that no more gradients of `managed` are to be added up here; send its chunk if it was the last."""
         members = self._open.get(managed.chunk, set())
@@ -200,11 +227,11 @@ class SummedGradients:
         sink, sums = self._sink(), [self.sums.pop(managed) for managed in together]
         values, homes = [each.value for each in sums], [each.home for each in sums]
         self._counts.update({managed: each.count for managed, each in zip(together, sums, strict=True)})
-        self._count(-sum(value.nbytes for value in values))
+        self._count(-sum(map(_NBYTES, values)))
         self._open.get(together[0].chunk, set()).difference_update(together)
         work = partial(sink.runtime.memory.device.gradients_out, homes, values)
         try:
-            sink.runtime.traffic.gradients.send(together[0].chunk, work, sum(home.nbytes for home in homes), values)
+            sink.runtime.traffic.gradients.send(together[0].chunk, work, sum(map(_NBYTES, homes)), values)
         except BaseException:
             for managed in together:
                 show_gradient(managed.parameter, None)

@@ -60,7 +60,7 @@ class WorkingGradients:
                     sink.segments.on_backward()
                 gathered, summed = self.gathered, self._summed
                 fresh = managed in gathered.fresh and parameter.grad is None
-                if (fresh or managed in summed.sums) and not sink.parts and arrived.layout is torch.strided:
+                if (fresh or summed.runs) and not sink.parts and arrived.layout is torch.strided:
                     plain = sink.segments.unseen and not (arrived.requires_grad or sink.runtime.bindings.met)
                     alone = fresh and not gathered.gathers
                     take = gathered.send_alone if alone else (gathered if fresh else summed).take

@@ -221,9 +221,11 @@ class Interception:
         if joined is not None:
             joined.may_lease = False
         in_place = working.enter(anew=anew)
-        plain = alone and joined is None and in_place and working.serve
-        if plain and not (compute.operators or compute.functions):
+        plain = alone and in_place and working.serve and not (compute.operators or compute.functions)
+        if plain and (joined is None or joined.may_have_rows):
             self.leases.rows.begin()
+        elif joined is not None:
+            joined.may_have_rows, self.leases.rows.learned = False, None
         return False
 
     def _begin_with(
@@ -456,7 +458,8 @@ class Interception:
     def _unbind(self, compute: Compute) -> None:
         if self.leases.row.used:
             self.leases.end(self.leases.row)
-        self.leases.rows.learned = None
+        if self.segments.joined is None:
+            self.leases.rows.learned = None
         while compute.calls:
             self.leases.end(compute.calls.pop())
         if compute.working_weights:

@@ -153,6 +153,12 @@ class Leases:
         if self.row.used and self.rows.come_behind(operator, used):
             self.end(self.row)
 
+    def end_row_at_border(self) -> None:
+        """End the row that is open, as another micro-batch goes on."""
+        if self.row.used:
+            self.end(self.row)
+        self.rows.pass_border()
+
     def keep(self, call: Call, used: list[ManagedParameter]) -> None:
         """Keep `used`, which are bound, bound until `end(call)`."""
         for managed in used:

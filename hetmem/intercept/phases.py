@@ -169,7 +169,7 @@ class Joined:
     """What the segments of a model know while forwards of `count` micro-batches count as one, and so do the backwards
     behind them; see `intercept.together`."""
 
-    __slots__ = ("began", "count", "in_forwards", "leases", "may_lease", "measured", "running")
+    __slots__ = ("began", "count", "in_forwards", "leases", "may_have_rows", "may_lease", "measured", "running")
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -180,6 +180,8 @@ class Joined:
         may lease all copies."""
         self.leases = False
         """Whether it has, for all of them."""
+        self.may_have_rows = True
+        """Whether none of the forwards so far needs each call of a module."""
         self.running = RunningBackward()
         """All backwards together."""
 

@@ -59,10 +59,12 @@ class Row:
 
 
 class _Learned:
-    """What was learned of `trace`: the call at each moment that is one, and rows by their first moment and length."""
+    """What was learned of `trace`: the call at each moment that is one, and rows by their first moment and length. Rows
+    end at `borders`, moments before which another micro-batch goes on."""
 
     def __init__(self, trace: SegmentTrace) -> None:
         self.trace = trace
+        self.borders: set[int] = set()
         self.steps: list[Step | None] = [None] * len(trace.moments)
         self.rows: dict[tuple[int, int], Row | None] = {}
 
@@ -96,6 +98,13 @@ class Rows:
             if learned is None or learned.trace is not trace:
                 learned = self._all[tracer.key] = _Learned(trace)
             self.learned = learned
+
+    def pass_border(self) -> None:
+        """Have no row go on from here, where another micro-batch does."""
+        learned, at = self.learned, self._runtime.tracer.position
+        if learned is not None and at not in learned.borders:
+            learned.borders.add(at)
+            learned.rows.clear()
 
     def forget(self) -> None:
         """Forget what was learned."""
@@ -134,8 +143,10 @@ class Rows:
     def _find(self, learned: _Learned, at: int, most: int) -> Row | None:
         """Return the row of up to `most` calls from the moment number `at` on; None if there is none."""
         steps, seen = list[Step](), {*self.elsewhere}
-        for step in learned.steps[at - 1 : at + most]:
+        for number, step in enumerate(learned.steps[at - 1 : at + most], at - 1):
             if step is None or step.packed < 0 or not seen.isdisjoint(step.used):
+                break
+            if steps and number in learned.borders:
                 break
             steps += (step,)
             seen.update(step.used)

@@ -8,7 +8,7 @@ the eviction policy and prefetching see one forward of all of their tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from operator import attrgetter
 
@@ -25,10 +25,10 @@ _PARAMETER = attrgetter("parameter")
 
 
 class JoinedModels:
-    """The managed models of one call, of `count` micro-batches of `model`."""
+    """The managed models of one call, of `count` micro-batches of a model with these `parameters`."""
 
-    def __init__(self, model: torch.nn.Module, count: int) -> None:
-        found = registry.managed_among(model.parameters())
+    def __init__(self, parameters: Iterable[torch.Tensor], count: int) -> None:
+        found = registry.managed_among(parameters)
         self._models = sorted(found, key=lambda each: each.runtime.turn.number)
         self._count = count
 
@@ -103,12 +103,18 @@ class JoinedModels:
                 for listener in early if id(managed.parameter) in arrivals else ():
                     listener.expect(managed, arrivals[id(managed.parameter)])
 
-    @HELD_BACK
-    def rest_again(self) -> None:
+    def leave(self) -> None:
+        """End the rows of uses that the forward which passes its turn on has leased together."""
+        for each in self._models:
+            if each.leases.rows.learned is not None:
+                each.leases.end_row_at_border()
+
+    def enter(self) -> None:
         """Have weights rest whose gradients of another micro-batch have arrived: this one's backward may recompute."""
         for each in self._models:
-            if each.backwards:
-                each.gradients.rest_again()
+            if each.backwards and each.gradients.sent_home:
+                with HELD_BACK:
+                    each.gradients.rest_again()
 
     @HELD_BACK
     def _settle(self) -> None:
@@ -122,8 +128,9 @@ class JoinedModels:
 
 
 def _end_leases(interception: Interception) -> None:
-    """Have the copies that forwards have leased together stay so for their graphs alone."""
+    """Have the copies that forwards have leased together stay so for their graphs alone, and end rows of uses."""
     joined = interception.segments.joined
+    interception.leases.rows.learned = None
     if joined is not None and joined.leases:
         joined.leases = False
         interception.working.let_go()

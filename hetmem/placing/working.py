@@ -126,8 +126,9 @@ class WorkingWeights:
         """Have modules compute with working weights, whose copies are leased as they are used, until `end`. `anew`:
         gradients of this forward are added to those of another one in float32. Returns whether each module had the
         parameters of the forward before."""
-        in_place = False
-        if not self._entered:
+        if self._entered:
+            in_place = self._have_parameters()
+        else:
             self.make(anew=anew)
             in_place = self._are_in_place()
         self._enter()
@@ -428,12 +429,15 @@ class WorkingWeights:
 
     def _are_in_place(self) -> bool:
         """Return whether the modules still have the same parameters, and none was replaced for this call."""
-        _, of, names = self._entries
-        found, ours = map(dict.get, of, names), map(self._parameters.__getitem__, self._numbers)
-        if all(map(is_, found, ours)) and len({*self._numbers}) == len(self._parameters):
+        if self._have_parameters():
             return True
         self._find_modules()  # for the next forward
         return False
+
+    def _have_parameters(self) -> bool:
+        _, of, names = self._entries
+        found, ours = map(dict.get, of, names), map(self._parameters.__getitem__, self._numbers)
+        return all(map(is_, found, ours)) and len({*self._numbers}) == len(self._parameters)
 
     # ---- backward ------------------------------------------------------------------------------------------------
 

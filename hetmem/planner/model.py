@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from hetmem.accumulation.borders import repeated_blocks, with_buffers
+from hetmem.accumulation.borders import parts_of, repeated_blocks, with_buffers
 from hetmem.errors import ManageError
 from hetmem.losses import chunked_loss
 from hetmem.placing.building_memory import as_written
@@ -115,7 +115,7 @@ def _borders(model: nn.Module, count: int) -> Sequence[nn.Module]:
             f"accumulate=True: {type(model).__name__} has no ModuleList or Sequential with several blocks of one "
             f"class, so hetmem.accumulate computes one micro-batch after the other: leave accumulate (--accumulate) out"
         )
-    return with_buffers(model, blocks) if blocks else ()
+    return with_buffers(parts_of(model), blocks) if blocks else ()
 
 
 def codings_of(model: nn.Module, call: TracedCall) -> dict[str, Coding]:
