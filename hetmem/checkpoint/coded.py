@@ -14,7 +14,7 @@ from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import ManagedParameter, Role
-from hetmem.memory.coded import CodedHome
+from hetmem.memory.coded import CodedHome, in_host_memory
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.quantised.encode import NotFiniteError, encode
 from hetmem.schedule.formats import Coding
@@ -37,7 +37,8 @@ class CodedWeight:
         """Encode `values`, of its shape, to its home. Raises `CheckpointError` for an infinity or NaN."""
         workers = WorkerPool()
         try:
-            encode(self.coding, values.reshape(-1), self.codes, workers.run)
+            with in_host_memory(self.codes) as codes:
+                encode(self.coding, values.reshape(-1), codes, workers.run)
         except NotFiniteError:
             raise CheckpointError(
                 f"{self.managed.name} has an infinity or NaN in the file, for which {self.coding.format} has no code"

@@ -25,6 +25,7 @@ from hetmem.checkpoint.disk import Source, read_tensors
 from hetmem.checkpoint.layout import MAX_DIMENSIONS
 from hetmem.cuda.dequantise import NF4, nested_values
 from hetmem.errors import CheckpointError
+from hetmem.memory.coded import in_host_memory
 from hetmem.schedule.formats import NESTED_BLOCK, NF4_BLOCK, Coding
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -64,16 +65,20 @@ class QuantisedTensor:
 
     def fill(self, weight: CodedWeight) -> None:
         """Read the bytes to the home of `weight`, which has this coding."""
+        with in_host_memory(weight.codes) as home:
+            self._fill(home)
+
+    def _fill(self, home: torch.Tensor) -> None:
         spans = [(self.codes, self.coding.codes_span), (self.scales, self.coding.scales_span)]
         if self.nested is not None:
             start, nbytes = self.coding.nested_span
-            levels = weight.codes[start : start + nbytes].view(torch.float32)
+            levels = home[start : start + nbytes].view(torch.float32)
             levels[0] = self.offset
             read_tensors(self.nested.file, [(self.nested.stored, levels[1:].view(self.nested.stored.shape))])
         for source, (start, nbytes) in spans:
-            target = weight.codes[start : start + nbytes].view(source.stored.dtype).view(source.stored.shape)
+            target = home[start : start + nbytes].view(source.stored.dtype).view(source.stored.shape)
             read_tensors(source.file, [(source.stored, target)])
-        codes = weight.codes[: self.coding.codes_span.nbytes]
+        codes = home[: self.coding.codes_span.nbytes]
         if self.coding.format == "fp8" and bool(((codes & 0x7F) == 0x7F).any()):
             raise CheckpointError(f"{self.name} in the files has codes that are no numbers")
 

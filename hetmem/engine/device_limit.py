@@ -336,10 +336,11 @@ class DeviceRoom(ChunkLimit):
                 self.set_limit(self.monitor.live_bytes)
             return True
         needed = self.monitor.live_bytes if watched else self._most_non_model
-        if self._leave_device(needed if watched else self._room_seen):
+        room = needed if watched else self._room_seen
+        if self._memory.resident and self._leave_device(room):
             return True
         if (watched and not self._tracer.measured) or self._limit >= self._memory.device_slots(needed):
-            return False
+            return self._leave_device(room)
         if watched:
             self.begin_with(needed)
         else:
@@ -403,7 +404,13 @@ class DeviceRoom(ChunkLimit):
 
     def _leave_device(self, non_model_bytes: int) -> bool:
         """Have a model that is whole on the device make room for `non_model_bytes`: homes without room there move to
-        host memory, now and later. Returns False if it is not whole there, or must stay."""
+        host memory, now and later; of one in codes all of them. Returns False if it is not whole there, or must
+        stay."""
+        if self._memory.in_codes:
+            before = self._memory.device_home_bytes
+            self.give_way(0)
+            self.set_limit(non_model_bytes)
+            return self._memory.device_home_bytes < before
         if self._memory.resident:
             self.give_way(0)
             if not self._memory.resident:

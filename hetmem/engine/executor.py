@@ -277,7 +277,7 @@ class Executor:
         if not self.are_working_copies(chunks):
             slots, copies, homes = [], [], []
             for chunk in chunks:
-                if chunk in self.updating:
+                if chunk in self.updating or chunk.codes:  # nothing writes to these
                     continue
                 if Role.COMPUTE in chunk.homes:
                     chunk.recast()

@@ -51,6 +51,8 @@ class Memory:
     """Functions that end page-locking, and the exclusion of host memory from forked processes."""
     resident: bool
     """Whether all homes are on the device, without memory reserved elsewhere, until `leave_device`."""
+    in_codes: bool = False
+    """Whether all homes are there in a model with quantised weights, which are decoded into slots, until it leaves."""
     copied: bool = True
     """Whether copies use host memory, which must be page-locked then."""
     ranks: Ranks | None = None
@@ -60,7 +62,7 @@ class Memory:
     bound_to_device: bool = False
     """Whether another optimizer than hetmem's has stepped, whose states would stay where parameters were."""
     staying: dict[Chunk, None] = field(default_factory=dict)
-    """The chunks whose homes are on the device because no other tier has room."""
+    """The chunks whose homes are on the device because no other tier has room, or all of them, `in_codes`."""
     _staying_bytes: int = 0
     unstaged: dict[Chunk, int] = field(default_factory=dict)
     """The chunks with all homes in host memory, and how many homes of the size of their parameters it has room for
@@ -312,6 +314,12 @@ class Memory:
         self.resident, self.uses_copies = False, True
         self.copied = True
         self.page_lock()
+
+    def leave_in_codes(self) -> None:
+        """Let the homes of a model that is whole on the device `in_codes` leave it."""
+        if self.in_codes:
+            self.in_codes, self.copied = False, True
+            self.page_lock()
 
     def gradient_place(self, chunk: Chunk) -> Home | None:
         """Return the memory that `leave_device` reserved for gradients of `chunk`, if it is unused."""

@@ -17,7 +17,6 @@ from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import ROWS_SHARE
-from hetmem.schedule.trace import Tier
 
 
 def row_tables(module: torch.nn.Module) -> set[int]:
@@ -45,8 +44,7 @@ class EmbeddingRows:
         return table is not None and self._may_read(table)
 
     def _may_read(self, table: ManagedParameter) -> bool:
-        away = table.chunk.homes[table.chunk.operand].tier is not Tier.DEVICE
-        return away and not table.parameter.requires_grad
+        return not (self._runtime.memory.resident or table.parameter.requires_grad)
 
     def read(self, used: list[ManagedParameter], indices: Any) -> torch.Tensor | None:
         """Return the rows `indices` of the table that is the only one of `used`; None where its copy has to be used."""
@@ -66,5 +64,8 @@ class EmbeddingRows:
             home, target = table.view(role), result.view(-1, table.shape[1])
             nbytes = indices.numel() * table.shape[1] * home.itemsize
             work = partial(device.rows_in, target, home, indices.flatten())
-            self._runtime.traffic.engine.within_compute(Link.HOST_TO_DEVICE, work, nbytes)
+            if table.chunk.moved:  # no link is between
+                work()
+            else:
+                self._runtime.traffic.engine.within_compute(Link.HOST_TO_DEVICE, work, nbytes)
         return result

@@ -121,11 +121,11 @@ class WriteCheck:
         """Remake the copies of the chunks in `due`, if operators see copies."""
         traffic = self._traffic
         chunks = [chunk for chunk in self._chunks if chunk in due and chunk.operand_block >= 0]
-        at_home = [chunk for chunk in chunks if chunk.homes[Role.PARAM].tier is Tier.DEVICE]
-        if at_home:
-            traffic.executor.copy_homes_again(at_home)
-        for chunk in chunks if len(at_home) < len(chunks) else ():
-            if chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
+        there = dict.fromkeys(chunk for chunk in chunks if chunk.moved and not chunk.codes)
+        if there:
+            traffic.executor.copy_homes_again([*there])
+        for chunk in chunks if len(there) < len(chunks) else ():
+            if chunk not in there:
                 traffic.wait_for_update(chunk)
                 if chunk.operand == Role.COMPUTE:
                     traffic.superseded(chunk, Role.PARAM)

@@ -1,4 +1,4 @@
-"""The home of a chunk of quantised weights: bytes, which are decoded as they are copied to the device.
+"""The home of a chunk of quantised weights: bytes, which are decoded into a slot of the device.
 
 A type of its own, so that no reader of a home takes codes for values.
 """
@@ -6,6 +6,7 @@ A type of its own, so that no reader of a home takes codes for values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,15 @@ from hetmem.schedule.formats import Coding
 
 Run = Callable[[Sequence[Task]], None]
 """Runs tasks, in any order and on any threads."""
+
+
+@contextmanager
+def in_host_memory(codes: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield `codes` to be written to, or where they are on a GPU host memory that is copied there behind the block."""
+    there = codes if codes.is_cpu else torch.empty_like(codes, device="cpu")
+    yield there
+    if there is not codes:
+        codes.copy_(there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +42,18 @@ class CodedPart:
         return home[self.start : self.start + self.coding.nbytes]
 
     def decode(self, home: torch.Tensor, target: torch.Tensor, run: Run = in_turn) -> None:
-        """Decode the weight from `home` to the flat `target`."""
-        run(decode_tasks(self.coding, self.bytes_in(home), target))
+        """Decode the weight from `home` to the flat `target`, in host memory."""
+        run(decode_tasks(self.coding, self.bytes_in(home).cpu(), target))
 
     def encode(self, values: torch.Tensor, home: torch.Tensor, run: Run = in_turn) -> None:
-        """Encode the flat `values` to `home`. Raises `NotFiniteError`."""
-        encode(self.coding, values, self.bytes_in(home), run)
+        """Encode the flat `values`, in host memory, to `home`. Raises `NotFiniteError`."""
+        with in_host_memory(self.bytes_in(home)) as codes:
+            encode(self.coding, values, codes, run)
 
 
 @dataclass(frozen=True, slots=True)
 class CodedHome:
-    """The bytes `codes` of a chunk in host memory, and its weights there."""
+    """The bytes `codes` of a chunk, in host memory or on the device, and its weights there."""
 
     codes: torch.Tensor
     parts: tuple[CodedPart, ...]

@@ -158,7 +158,8 @@ class CudaDevice(Device):
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor | CodedHome) -> None:
         if isinstance(source, CodedHome):
-            self.moves.decode_in(target, source)
+            decode = self.moves.decode_in if self._crosses(source.codes, target) else self.moves.decode
+            decode(target, source)
         elif self._crosses(source, target):
             self.moves.copy_in(target, source)
         else:

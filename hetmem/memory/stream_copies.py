@@ -30,7 +30,7 @@ import torch
 
 from hetmem.base.units import MIB, round_up
 from hetmem.cuda.backend import Backend
-from hetmem.cuda.dequantise import dequantise_parts, parts_of
+from hetmem.cuda.dequantise import dequantise, dequantise_parts, parts_of
 from hetmem.cuda.kernels import CASTS, cast
 from hetmem.memory.coded import CodedHome, CodedPart
 from hetmem.memory.transfer import Copier, Finished, Job, Seen
@@ -303,6 +303,13 @@ class Moves:
         finally:
             if last is not None:
                 copying.wait_event(last.free)  # casts are in order, so later work on this stream finds all of them done
+
+    def decode(self, slot: torch.Tensor, home: CodedHome) -> None:
+        """Decode `home` to `slot`, both in device memory, one kernel a piece."""
+        for part, target in home.targets(slot):
+            codes = part.bytes_in(home.codes)
+            for piece in part.coding.parts(CODED_PIECE_ELEMENTS):
+                dequantise(self.kernels, part.coding, codes, target[piece], piece.start)
 
     def decode_in(self, slot: torch.Tensor, home: CodedHome) -> None:
         """Decode `home`, in host memory, to `slot`, in device memory: the bytes of each weight go through staging, a

@@ -380,14 +380,17 @@ def reserve_homes(
     if not memory.staging_slots:
         memory.keep_narrow(narrow)
     if memory.staying:
-        if all(c in roles_of for c in memory.chunks if any(m.parameter.requires_grad for m in c.parameters)):
+        on_device = optimizer.rule.runs_on_device or memory.device.torch_device.type == "cpu"
+        has_all = all(c in roles_of for c in memory.chunks if any(m.parameter.requires_grad for m in c.parameters))
+        if has_all and not (memory.in_codes and on_device):
             interception.share.bring_home(lends=lends)
-        if memory.staying and not optimizer.rule.runs_on_device and memory.device.torch_device.type != "cpu":
+        if memory.staying and not on_device:
             raise stays_on_device(memory, name)
+        trained = [chunk for chunk in memory.staying if chunk in roles_of]
         if lends:
-            memory.set_aside_on_device(memory.staying)
+            memory.set_aside_on_device(trained)
         else:
-            traffic.ensure_homes(memory.staying, (Role.GRAD,))
+            traffic.ensure_homes(trained, (Role.GRAD,))
 
 
 def check_room(

@@ -294,7 +294,8 @@ def build_memory(
             mixed_precision,
             pins,
             ground.resident,
-            copied=not ground.resident or moves_activations,
+            ground.in_codes,
+            copied=not ground.is_whole or moves_activations,
             ranks=ranks,
         )
         if built is None:  # else once it is used for homes only

@@ -19,7 +19,7 @@ from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import is_shared, storage_references
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, RawMemory, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, RawMemory, Role, elements
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import Candidate, choose
 from hetmem.schedule.trace import Tier
@@ -70,6 +70,8 @@ class ResidentShare:
         traffic, memory = self._runtime.traffic, self._runtime.memory
         if memory.resident:
             self._leave_device()
+        if memory.in_codes and not memory.bound_to_device:
+            self.bring_home(lends=self._sink.loans.lends)
         enough = memory.device_home_bytes - nbytes
         with self._runtime.room.moving_homes():
             last_first = list(reversed(self._moved))
@@ -105,9 +107,11 @@ class ResidentShare:
                     self._move_back(chunk)
 
     def bring_home(self, *, lends: bool) -> None:
-        """Move chunks that stay on the device for want of room to host memory, as far as it has room after all, because
-        the optimizer keeps less than assumed. `lends`: gradients need no homes of their own."""
+        """Move chunks that stay on the device to host memory, as far as it has room: for want of it before the
+        optimizer, which keeps less than assumed, was known; or `in_codes`, where something else needs the device.
+        `lends`: gradients need no homes of their own."""
         memory = self._runtime.memory
+        memory.leave_in_codes()
         with self._runtime.room.moving_homes():
             for chunk in list(memory.staying):
                 if not self._free_to_move(chunk) or not memory.open_way_back(chunk, gradients=not lends):
@@ -270,10 +274,11 @@ class ResidentShare:
             return
         if role.is_state and not chunk.homes[role].written:
             return
-        to, of = chunk.over(role, target), chunk.over(role, source)
+        nbytes = chunk.role_nbytes(role)
+        to, of = (elements(each, torch.uint8, nbytes) for each in (target, source))
         device = self._runtime.memory.device
         work = partial(device.copy_in, to, of) if link is Link.HOST_TO_DEVICE else partial(_copy, to, of)
-        self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))
+        self._runtime.traffic.engine.copy_now(link, work, nbytes)
 
     def _settle(self, chunk: Chunk) -> None:
         """Bind parameters, gradients and states to the present homes of `chunk`."""
@@ -281,8 +286,8 @@ class ResidentShare:
             if (block := chunk.homes[role].block) is not None:  # only device copies refer to it
                 self._runtime.traffic.residency.blocks[block] = self._runtime.memory.block(chunk, role)
         for managed in chunk.parameters:
-            home = managed.view(Role.PARAM)
-            self._runtime.bindings.move_home(managed, home)
+            if managed.code is None:  # else it shows no home
+                self._runtime.bindings.move_home(managed, managed.view(Role.PARAM))
             move_gradient(managed, managed.grad_home if Role.GRAD in chunk.homes else None)
         for listener in self._sink.listeners:
             listener.moved(chunk)

@@ -61,8 +61,9 @@ def room_bytes(workload: Workload, capacities: Capacities) -> int:
     if ground.resident:
         return capacities.usable_bytes - ground.whole_bytes
     spans = [chunk.span for chunk in ground.chunks]
+    homes = ground.state_bytes if ground.in_codes else 0
     copies = min(sum(spans), MANY_CHUNKS * max(spans)) * ground.slot_bytes
-    return capacities.usable_bytes - min(copies, capacities.chunk_cap_bytes)
+    return capacities.usable_bytes - homes - min(copies, capacities.chunk_cap_bytes)
 
 
 def without(workload: Workload, moves: tuple[Move, ...]) -> Workload:

@@ -245,7 +245,7 @@ def needed(best: Judged, peaks: Mapping[str, int]) -> tuple[Capacities, int | No
     ground, capacities = best.arrangement.ground, setting.capacities
     share = capacities.device_fragment_bytes / max(1, capacities.device_bytes)
     device = min(capacities.device_bytes, _rounded(peaks["device"] / (1 - MARGIN_SHARE - IDLE_SHARE - share)))
-    rooms = [(max(peaks["host"], ground.state_bytes if ground.resident else 0), peaks["nvme"])]
+    rooms = [(max(peaks["host"], ground.state_bytes if ground.is_whole else 0), peaks["nvme"])]
     with suppress(NoRoom):  # `manage` places homes before it knows of an optimizer with smaller states
         usual = arrange(best.workload, capacities, best.setting.chunk_bytes)
         host, nvme = (sum(usual.bytes_by_role(tier).values()) for tier in (Tier.HOST, Tier.NVME))
@@ -262,8 +262,9 @@ def needed(best: Judged, peaks: Mapping[str, int]) -> tuple[Capacities, int | No
         if capacities.device_chunk_bytes is not None:
             smaller = replace(smaller, device_chunk_bytes=min(at_most, capacities.device_chunk_bytes))
         explicit = replace(smaller, home_copies=bool(best.arrangement.homes.get("compute")))
-        if ground.resident:
-            explicit = replace(smaller, device_chunk_bytes=min(at_most, round_up(ground.whole_bytes, MIB)))
+        if ground.is_whole:
+            cap = at_most if ground.in_codes else round_up(ground.whole_bytes, MIB)
+            explicit = replace(smaller, device_chunk_bytes=min(at_most, cap))
         for given, chunk_bytes in ((smaller, best.setting.chunk_bytes), (explicit, ground.staging_slot_bytes)):
             if _does_as(replace(best.setting, capacities=given, chunk_bytes=chunk_bytes), best):
                 return given, chunk_bytes

@@ -153,7 +153,7 @@ def not_whole(workload: Workload, asked: Setting) -> Setting:
         cap = min(
             round_down(ground.whole_bytes - 1, GIB if ground.whole_bytes > 16 * GIB else MIB), capacities.device_bytes
         )
-        if ground.resident and cap > 0:
+        if ground.is_whole and cap > 0:
             return asked.within(device_chunk_bytes=cap)
     return asked
 
@@ -161,9 +161,10 @@ def not_whole(workload: Workload, asked: Setting) -> Setting:
 def _on_the_device(best: Judged, asked: Setting) -> Setting | None:
     """Return `asked` with the whole model on the device, beyond its usual share; None if it is there or cannot be."""
     capacities, ground = best.setting.capacities, best.arrangement.ground
-    if ground.resident or capacities.device_chunk_bytes is not None or ground.whole_bytes > capacities.device_bytes:
+    if ground.is_whole or capacities.device_chunk_bytes is not None or ground.whole_bytes > capacities.device_bytes:
         return None
-    whole = replace(capacities, device_chunk_bytes=ground.whole_bytes)
+    coded = any(chunk.coded_bytes for chunk in ground.chunks)  # copies take what activations leave
+    whole = replace(capacities, device_chunk_bytes=capacities.device_bytes if coded else ground.whole_bytes)
     return replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes)
 
 
@@ -171,7 +172,7 @@ def _copies(best: Judged, asked: Setting) -> Setting | None:
     """Return `best` with 16-bit copies at home instead of without, or the reverse. None where that is fixed, and with
     homes on NVMe, as copies would push more states there."""
     ground = best.arrangement.ground
-    fixed = ground.resident or ground.uses_nvme or asked.capacities.home_copies is not None
+    fixed = ground.is_whole or ground.uses_nvme or asked.capacities.home_copies is not None
     if fixed or not best.workload.mixed_precision:
         return None
     return best.setting.within(home_copies=not best.arrangement.homes["compute"])

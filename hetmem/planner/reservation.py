@@ -179,7 +179,7 @@ def arrange(
         spilled = min(workload.away_bytes, max(0, workload.away_bytes - (left.host_bytes + loaned - apart)))
         nvme = left.nvme_bytes if ground.uses_nvme else capacities.nvme_bytes
         _check_room(nvme - spilled, workload, Tier.NVME)
-    there = [ground.home_bytes(chunk, "arriving") for chunk in sorted(ground.staying)] if lends else []
+    there = [ground.home_bytes(chunk, "arriving") for chunk in sorted(ground.staying & ground.trainable)]
     return Arrangement(
         ground,
         homes,
@@ -189,7 +189,7 @@ def arrange(
         left,
         frozenset(homes["grad"]) - ground.unstaged if lends else frozenset(),
         set_apart,
-        more_aside(there, ()),
+        more_aside(there, ()) if lends else (),
         workload.away_bytes,
         spilled,
     )
@@ -300,7 +300,7 @@ def _homes(
             placed = dict(zip(owning, tiers, strict=False))
             homes[role] |= placed
             room = _left(ground, role, placed, room)
-        homes[role] |= dict.fromkeys(staying, Tier.DEVICE)
+        homes[role] |= dict.fromkeys((chunk for chunk in staying if chunk in owners[role]), Tier.DEVICE)
         if role == "param":
             homes["compute"] = {} if short else _copies(ground, homes["param"], room)
             room = _left(ground, "compute", homes["compute"], room)

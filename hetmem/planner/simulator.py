@@ -266,6 +266,13 @@ class SimulatedTraffic:
         last = nbytes if self.decoding.rate.by_the_caller else min(nbytes, _DECODED_PIECE_BYTES)
         return self.decoding.rate.seconds(last)
 
+    def _decode_here(self, block: int) -> float:
+        """Count the decoding of `block`, whose codes are on the device, as a wait of compute; return its seconds."""
+        seconds = self.decoding.rate.seconds(self.decoded[block])
+        self.decoding.load.seconds += seconds
+        self.stall_seconds += seconds
+        return seconds
+
     def read_rows(self, nbytes: int) -> None:
         """Have compute itself read `nbytes` of rows of an embedding from host memory."""
         seconds = self.host_to_device.carried(nbytes)
@@ -395,7 +402,8 @@ class SimulatedTraffic:
         block = command.block
         nbytes = self.sizes[block]
         if block in self.on_device:
-            self.now += self._cast.seconds(nbytes)
+            seconds = self._decode_here(block) if block in self.decoded else self._cast.seconds(nbytes)
+            self.now += seconds
             self.execute(self.residency.done(command))
             return
         if urgent and link is self.host_to_device and link.rate.by_the_caller:

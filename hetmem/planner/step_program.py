@@ -220,7 +220,7 @@ class Rehearsal:
 
     def _phase(self, phase: Phase, seconds: float) -> None:
         self._notes.grew(phase.peak_bytes)
-        if phase.rows_bytes and not self.arrangement.ground.resident:
+        if phase.rows_bytes and not self.arrangement.ground.is_whole:
             self._traffic.read_rows(phase.rows_bytes)
         self._traffic.now += seconds
         self._traffic.takes(phase.calls * self._costs.call_seconds)

@@ -106,7 +106,11 @@ class Ground:
     trainable: frozenset[int]
     state_bytes: int
     whole_bytes: int
+    """What the device needs to hold all homes, and the copies that operators need beside them."""
     resident: bool
+    in_codes: bool
+    """Whether all homes are on the device though operators see copies: quantised weights as codes, which are decoded
+    into slots there."""
     device_slots: int
     uses_nvme: bool
     staging_slots: int
@@ -114,7 +118,7 @@ class Ground:
     """Chunks with all homes in host memory, as staging them would take as much: see `schedule.staging`."""
     copied: frozenset[int]
     staying: frozenset[int]
-    """Chunks with all homes on the device, as the other tiers lack room for them."""
+    """Chunks with all homes on the device: all of them `in_codes`, else those for which the other tiers lack room."""
     missing_bytes: int
     """What host memory lacks for the homes of all other chunks."""
     host_bytes: int
@@ -127,6 +131,11 @@ class Ground:
     """Whether gradients at home keep the dtype in which autograd makes them."""
     moments: str = "float32"
     """The format of each moment: see `planner.workload.Updating`."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all homes are on the device, as it has room for them."""
+        return self.resident or self.in_codes
 
     @property
     def slot_bytes(self) -> int:
@@ -258,26 +267,28 @@ def survey(
     states = sum(size * (STAGED_ROLES if index in with_states else 1) for index, size in role_sizes.items())
     slot_bytes = elements * compute_itemsize
     total = sum(chunk.span for chunk in layout.chunks)
-    whole = states + (total * slot_bytes if copies else 0)
-    coded = any(spec.coded_bytes for spec in specs)  # operators need values beside the codes
-    resident = fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes) and not (coded or in_host)
+    spans = {chunk.index: chunk.span for chunk in layout.chunks}
+    least_slots = min(total, _LEAST_SLOTS + max(spans.values()))
+    coded = any(spec.coded_bytes for spec in specs)  # operators need values beside the codes, a few at a time
+    whole = states + (least_slots if coded else total * copies) * slot_bytes
+    fits = fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes) and not in_host
+    resident, in_codes = fits and not coded, fits and coded
     if not resident:
         _check_device(layout, slot_bytes, cap, specs)
-    uses_nvme = capacities.nvme_bytes > 0 and not resident and states > host_bytes
+    uses_nvme = capacities.nvme_bytes > 0 and not fits and states > host_bytes
     arriving = tuple(min(compute_itemsizes[chunk.parameters[0]], chunk.itemsize) for chunk in layout.chunks)
     cast = [chunk for chunk in layout.chunks if compute_itemsizes[chunk.parameters[0]] < chunk.itemsize]
     copy_sizes = {chunk.index: chunk.span * elements * COPY_BYTES for chunk in cast}
     copy_bytes = sum(copy_sizes.values())
     trained_sizes = [role_sizes[index] for index in sorted(with_states)]
     most = states + copy_bytes + sum(trained_sizes)  # a third state, of other optimizers
-    copied = not resident and (most <= host_bytes if capacities.home_copies is None else capacities.home_copies)
-    spans = {chunk.index: chunk.span for chunk in layout.chunks}
+    copied = not fits and (most <= host_bytes if capacities.home_copies is None else capacities.home_copies)
     unstaged, staging = frozenset[int](), 0
     if uses_nvme:
         host_slots = round_down(host_bytes, PAGE_BYTES) // (elements * itemsize)
         unstaged, staging = never_staged(spans, with_states, host_slots, elements * itemsize)
         _check_staging(layout, staging, elements * itemsize, host_bytes, specs)
-    if third_state and capacities.nvme_bytes > 0 and not (resident or uses_nvme) and most - copy_bytes > host_bytes:
+    if third_state and capacities.nvme_bytes > 0 and not (fits or uses_nvme) and most - copy_bytes > host_bytes:
         least = (STAGED_ROLES + 1) * max(spans.values())
         if states + copy_bytes * copied + least * elements * itemsize <= host_bytes:
             uses_nvme, staging = True, least
@@ -287,7 +298,7 @@ def survey(
     if beside_staging - aside + capacities.nvme_bytes < sum(role_sizes.values()) + 2 * max(role_sizes.values()):
         aside = 0  # weights need all the room
     device = min(cap, capacities.usable_bytes - beside_bytes)
-    device -= min(total, _LEAST_SLOTS + max(spans.values())) * slot_bytes
+    device -= least_slots * slot_bytes
 
     def stay(roles: float, *, lends: bool) -> tuple[frozenset[int], int]:
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
@@ -304,7 +315,9 @@ def survey(
         lent = {index: spans[index] * elements * arriving[index] for index in with_states} if lends else {}
         return _staying(layout, role_sizes, elsewhere, lent, missing, device)
 
-    staying, missing = (frozenset[int](), 0) if resident or in_host else stay(roles, lends=lends)
+    staying, missing = frozenset(spans if in_codes else ()), 0
+    if not (fits or in_host):
+        staying, missing = stay(roles, lends=lends)
     if missing > 0 and not lends:
         with_overlap, short = stay(roles - 1, lends=True)
         staying = staying if short else with_overlap  # then only an optimizer that consumes gradients has room
@@ -316,6 +329,7 @@ def survey(
         states,
         whole,
         resident,
+        in_codes,
         total * copies if resident else min(cap // slot_bytes, total),
         uses_nvme,
         staging,

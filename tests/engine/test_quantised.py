@@ -75,10 +75,10 @@ class GPT(nn.Module):
 
 
 def budget(placement: str, directory: Path) -> hetmem.Budget:
-    """The device has room for all copies, for a third of them, and most homes are on NVMe."""
-    room: dict[str, Any] = {"device": "64MiB", "host": "64MiB"}
-    if placement != "all":
-        room |= {"device": "8MiB", "device_chunks": "288KiB"}
+    """The device has room for all copies, for a third of them, for codes and half of the copies, or most homes are on
+    NVMe."""
+    chunks = {"all": "384KiB", "codes": "512KiB"}.get(placement, "288KiB")
+    room: dict[str, Any] = {"device": "8MiB", "device_chunks": chunks, "host": "64MiB"}
     if placement == "nvme":
         room |= {"host": "256KiB", "nvme": "64MiB", "nvme_dir": directory}
     return hetmem.Budget(**room)
@@ -117,7 +117,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.each
 @pytest.mark.parametrize("frozen", FORMATS)
-@pytest.mark.parametrize("placement", ["all", "third", "nvme"])
+@pytest.mark.parametrize("placement", ["all", "third", "nvme", "codes"])
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_adapters_train_as_over_the_decoded_values(
@@ -142,6 +142,7 @@ def test_adapters_train_as_over_the_decoded_values(
             optimizer.zero_grad()
         harness.assert_same(*losses, "the loss")
     assert harness.nvme_bytes(model) > 0 or placement != "nvme"
+    assert (testing.of(model).homes("param") == {"device"}) is (placement == "codes" and frozen != "fp8")
     harness.assert_same_weights(plain, model)
     hetmem.release(model)
     harness.assert_same_weights(plain, model, "released")

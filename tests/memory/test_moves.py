@@ -92,8 +92,9 @@ def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
 @pytest.mark.pairs
 @pytest.mark.parametrize("first", ["copies", "casts"])
 @pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("there", [False, True], ids=["from the host", "from the device"])
 def test_quantised_weights_arrive_decoded_whichever_stream_is_ahead(
-    cuda: FakeCuda, kernels: LateKernels | None, first: str, format_: str, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, kernels: LateKernels | None, first: str, format_: str, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of several in one home, in pieces that are larger, smaller and equal to a buffer."""
     monkeypatch.setattr(stream_copies, "CODED_PIECE_ELEMENTS", PIECE_ELEMENTS)
@@ -101,13 +102,16 @@ def test_quantised_weights_arrive_decoded_whichever_stream_is_ahead(
     for shape in ((3, 2000), (5, 7001), (128, 128)):
         parts.append(CodedPart(Coding.of(format_, shape), start, offset))
         start, offset = start + parts[-1].coding.nbytes, offset + 128 * -(-parts[-1].coding.numel // 128)
-    home = CodedHome(machine.host(torch.zeros(start, dtype=torch.uint8)), tuple(parts))
+    zeros = torch.zeros(start, dtype=torch.uint8)
+    home = CodedHome(zeros if there else machine.host(zeros), tuple(parts))
     slot, expected = (torch.zeros(offset, dtype=torch.bfloat16) for _ in range(2))
     for part in parts:
         part.encode(ordinary(part.coding.numel, seed=2), home.codes)
     home.decode_into(expected)
     with torch.cuda.stream(machine.stream):
         machine.device.copy_in(slot, home)
+    crossed = machine.device.moves.staging_bytes
+    assert (crossed == 0) is there
     machine.settle(first)
     assert expected.any()
     assert_same(slot, expected, format_)

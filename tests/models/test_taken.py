@@ -148,7 +148,7 @@ def test_a_budget_that_is_too_small_leaves_the_library_its_weights(tmp_path: Pat
     model = quantised("nf4", tmp_path)
     weight, codes, state = model[0].weight, model[0].weight.data.clone(), model[0].weight.quant_state
     with pytest.raises(BudgetError):
-        hetmem.manage(model, hetmem.Budget(device="8MiB", host="16KiB"), device="sim")
+        hetmem.manage(model, hetmem.Budget(device="8MiB", device_chunks="64KiB", host="16KiB"), device="sim")
     assert type(weight) is Params4bit
     assert weight.quant_state is state
     harness.assert_same(codes, weight.data, "the codes")

@@ -95,6 +95,23 @@ def test_decoding_is_a_term_of_a_plan_that_grows_with_the_values() -> None:
     assert "decode" not in planned(None, hardware="rtx4090").terms
 
 
+@pytest.mark.parametrize("room", ["1MiB", "3MiB", None])
+def test_forwards_over_codes_have_the_peaks_of_their_plan(room: str | None) -> None:
+    """Streamed; whole on the device with a few slots, in which nothing crosses a link; and with all of them."""
+    limits = hetmem.Budget(device="8MiB", device_chunks=room, host=8 * MIB)
+    x = torch.randint(0, 1024, (4,))
+    plan = planner.plan(Embedded, x.to("meta"), limits, inference=True, chunk_bytes=CHUNK, frozen="nf4")
+    assert bool(plan.role_bytes["device"].get("nf4 codes")) is (room != "1MiB")
+    assert bool(plan.link_bytes["host_to_device"]) is (room == "1MiB")
+    assert (plan.terms["decode"] > 0) is (room is not None)
+    model = hetmem.manage(Embedded().requires_grad_(False), device="sim", plan=plan)
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+    tiers = hetmem.report(model).to_dict()["tiers"]
+    assert {tier: facts["peak_bytes"] for tier, facts in tiers.items()} == plan.peak_bytes
+
+
 def test_forwards_alone_are_offered_codes_too() -> None:
     plan = planned(None, host=2 * MIB, inference=True)
     assert [each["advice"] for each in plan.approximations] == ["frozen weights in nf4 (--frozen nf4)"]
