@@ -64,7 +64,7 @@ PROMISES: dict[str, Mutation | str] = {
         "schedule/turns.py",
         "[parameter] >= self.backward for rank in self._all[: self._rank])",
         "[parameter] >= self.backward for rank in self._all[:0])",
-        "tests/schedule/test_turns.py::test_every_order_of_events_ends_with_sums_in_the_order_of_ranks[3]",
+        "tests/ranks/test_turns.py::test_every_order_of_events_ends_with_sums_in_the_order_of_ranks[3]",
     ),
     "how long copies take change no bit": "compute before a copy has arrived",
     "The same after a checkpoint": Mutation(

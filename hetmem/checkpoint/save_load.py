@@ -142,9 +142,9 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     """
     with trimmed(), all_of(model, "loading a checkpoint"), ExitStack() as open_files:
         sharing = Sharing(model)
+        sharing.bring_writes_home()
 
         def check() -> _Load:
-            sharing.refuse_writes()
             return _checked(open_files.enter_context(opened(os.fspath(path))), model, optimizer, sharing)
 
         load = sharing.together("the check of hetmem.load", check, _Load.in_words)

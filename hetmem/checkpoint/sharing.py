@@ -11,11 +11,10 @@ from typing import TypeVar
 
 import torch
 
-from hetmem.engine.ranked_writes import refuse_writes
 from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
-from hetmem.memory.chunk import elements
+from hetmem.memory.chunk import Role, elements
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.ranks.group import Ranks
 
@@ -65,10 +64,11 @@ class Sharing:
         flat = elements(mapping.buffer(start, tensor.nbytes), tensor.dtype, tensor.numel())
         return flat.as_strided(tensor.shape, tensor.stride())
 
-    def refuse_writes(self) -> None:
-        """Raise `ManageError` if the program has written to what ranks share, which is as it was."""
-        if self._by is not None and self._ranks is not None:
-            refuse_writes(self._by.runtime.memory)
+    def bring_writes_home(self) -> None:
+        """Bring what the programs of all ranks have written alike home, which would hide what is loaded there. Raises
+        `PeerError` if they have written something else."""
+        if self._by is not None and self._by.gradients.ranked is not None:
+            self._by.gradients.ranked.writes.exchange("the begin of loading")
 
     @HELD_BACK
     def renew_copies(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -77,4 +77,6 @@ class Sharing:
             return
         with self._by.runtime.unwatched():
             for managed in registry.managed_among(parameters)[self._by]:
-                self._by.runtime.writes.by_loading(managed, recasts=self.owns(managed.chunk.spec.index))
+                if Role.COMPUTE in managed.chunk.homes and self.owns(managed.chunk.spec.index):
+                    managed.at_home(Role.COMPUTE).copy_(managed.at_home(Role.PARAM))
+                self._by.runtime.writes.by_loading(managed, recasts=False)

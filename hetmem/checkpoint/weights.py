@@ -65,9 +65,9 @@ def load_weights(
     """
     with all_of(model, "loading weights"), ExitStack() as stack:
         sharing = Sharing(model)
+        sharing.bring_writes_home()
 
         def check() -> tuple[LoadedWeights, ModelState, list[tuple[_Made, _Target]]]:
-            sharing.refuse_writes()
             return _checked(os.fspath(path), model, stack, strict=strict, rename=rename, rounding=rounding)
 
         keys, state, targets = sharing.together("the check of hetmem.load_weights", check, lambda found: str(found[0]))

@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any
 
 import torch
 
 from hetmem import torch_private
 from hetmem.engine.gradient_views import is_held, is_home, leave_gradient_to_holders, show_gradient
-from hetmem.engine.ranked_writes import refuse_writes
+from hetmem.engine.ranked_writes import RankedWrites
+from hetmem.engine.sink import Sink
 from hetmem.engine.working_gradients import has_hooks_of_the_user
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.ranks.group import Ranks, not_yet
@@ -26,20 +26,19 @@ from hetmem.schedule.turns import RankTurns
 
 _GRADIENT = attrgetter("parameter.grad")
 
-Sink = Any
-"""The `GradientSink` that takes the gradients; it imports this module."""
-
 
 class RankedGradients:
     """The gradients of one rank's backwards over one model."""
 
     def __init__(self, sink: Sink, ranks: Ranks) -> None:
-        self._sink: Callable[[], Sink] = weakref.ref(sink)
+        self._sink_there = weakref.ref(sink)
         runtime = sink.runtime
         self._ranks, self._parameters = ranks, runtime.parameters
         self._copies, self._device = weakref.ref(runtime.traffic.gradients), runtime.memory.device
         self._most_bytes = runtime.traffic.gradients.sends.most_bytes
         self._numbers = {managed: number for number, managed in enumerate(self._parameters)}
+        self.writes = RankedWrites(ranks, runtime.chunks, runtime.traffic)
+        runtime.writes.refused = self.writes.refuse_in_compute
         self._turns = RankTurns(ranks.rank, ranks.count, len(self._parameters), ranks.words)
         self._waiting: dict[int, list[torch.Tensor]] = {}
         """Gradients, divided, whose turn has not come, by the number of the parameter."""
@@ -52,32 +51,46 @@ class RankedGradients:
         self.failed: BaseException | None = None
         """The error that has ended the backward that runs."""
 
-    def note_gradients(self) -> None:
-        """Show the other ranks which parameters have a gradient, for them to compare."""
+    def tell(self) -> None:
+        """Tell the other ranks which parameters have a gradient, and what the program has written."""
+        self.writes.tell()
         has = [*map(is_not, map(_GRADIENT, self._parameters), repeat(None))]
         self._ranks.words.has_gradient[self._ranks.rank] = has
 
     def number_of(self, parameter: torch.Tensor) -> int:
         """Return the number of `parameter`, the same on all ranks; -1 if it is of another model."""
-        managed = self._sink().runtime.bindings.by_id.get(id(parameter))
+        managed = self._sink.runtime.bindings.by_id.get(id(parameter))
         return -1 if managed is None else self._numbers[managed]
 
+    def of_the_program(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the gradients that the program has set to tensors of its own, with the names of their parameters."""
+        set_here = ((managed, managed.parameter.grad) for managed in self._parameters)
+        return [
+            (f"{managed.name}.grad", grad)
+            for managed, grad in set_here
+            if grad is not None and not is_home(grad, managed)
+        ]
+
     def compare(self) -> None:
-        """Raise `PeerError` if other ranks have gradients of other parameters."""
+        """Raise `PeerError` if other ranks have gradients of other parameters, or their programs have written something
+        else."""
         self._ranks.compare_gradients([managed.name for managed in self._parameters])
+        self.writes.compare()
 
     def begin(self) -> None:
         """Enter a backward; nothing of it is added before all ranks have."""
         with ExitStack() as place:
             place.enter_context(self._ranks.waits.at("a backward"))
             self.failed, self._compared = None, False
-            refuse_writes(self._sink().runtime.memory)
             for managed in self._parameters:
                 if managed.parameter.grad is None and managed.grad_home is not None and is_held(managed):
                     leave_gradient_to_holders(managed, [])
-            self.note_gradients()
+            self.tell()
             self._ranks.waits.sign()
             self._turns.begin()
+            if self.writes.pages:
+                self._compare_here()
+                self.writes.bring_home()
             self._place = place.pop_all()
 
     def take_part(self) -> None:
@@ -122,23 +135,34 @@ class RankedGradients:
                 self._count(-self._bytes)
                 return
             if not self._compared:
-                self._wait(self._turns.all_entered, "the begin of the backward on all ranks")
-                self.compare()
+                self._compare_here()
             self._turns.end()
             self._ranks.waits.sign()
             self._wait(lambda: self._advance() or self._turns.is_over(), "the end of the backward on all ranks")
+            self.writes.refuse()
             with torch_private.NoFunctionsOfSubclasses():
                 for number, managed in enumerate(self._parameters):
                     if managed.parameter.grad is None and self._turns.is_filled(number):  # by other ranks
                         if Role.GRAD not in managed.chunk.homes:
-                            self._sink().loans.give_own(managed.chunk)
+                            self._sink.loans.give_own(managed.chunk)
                         managed.open_grad_home()
                         show_gradient(managed.parameter, managed.grad_home)
 
+    @property
+    def _sink(self) -> Sink:
+        sink = self._sink_there()
+        assert sink is not None, "it has made this, and calls it"
+        return sink
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
+    def _compare_here(self) -> None:
+        self._wait(self._turns.all_entered, "the begin of the backward on all ranks")
+        self._compared = True
+        self.compare()
+
     def _wait(self, reached: Callable[[], bool], what: str) -> None:
-        copies, executor = self._copies(), self._sink().runtime.traffic.executor
+        copies, executor = self._copies(), self._sink.runtime.traffic.executor
         assert copies is not None
         self._ranks.waits.until(reached, what, executor.poll, busy=lambda: copies.under_way)
 

@@ -1,44 +1,119 @@
-"""Sees what a program writes to homes that ranks share: its pages are private, and writes are refused so far."""
+"""Takes what a program writes to homes that ranks share, and that all ranks have written alike, home.
+
+Note "private pages": a page that the program writes is its rank's own, and the home keeps its values. Forwards of the
+rank read what it has written, without the others. As a backward or a step begins, where all ranks come, they compare
+hashes of their private pages; each copies its share of them home, and all show the home again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import mmap
+from collections.abc import Iterator
 
-from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import Bindings
-from hetmem.memory.chunk import Chunk, ManagedParameter, address_of
-from hetmem.ranks.group import not_yet
+import numpy as np
 
-
-def refuse_writes(memory: Memory) -> None:
-    """Raise `ManageError` if the program has written to a home since the last call; homes are as they were, and what
-    was written is dropped."""
-    assert memory.ranks is not None
-    mapping = memory.ranks.pool.mapping
-    if written := mapping.written():
-        first = min([mapping.drop_written(offset) for offset in written])
-        raise not_yet(f"a write of the program to {_name(memory.chunks, mapping.address, first)}")
+from hetmem.engine.traffic import Traffic
+from hetmem.errors import PeerError
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
+from hetmem.ranks.group import Ranks, not_yet
 
 
-def refuse_write(memory: Memory, bindings: Bindings, managed: ManagedParameter) -> None:
-    """Raise `ManageError` for a write of the program to `managed`, which is its home again, as it was."""
-    managed.version = managed.counter._version
-    if bindings.is_elsewhere(managed):
-        bindings.show_home(managed)
-    refuse_writes(memory)
-    raise not_yet(f"a write of the program to {managed.name}")
+class RankedWrites:
+    """What the program of one rank of `ranks` has written to the homes of `chunks`."""
 
+    def __init__(self, ranks: Ranks, chunks: list[Chunk], traffic: Traffic) -> None:
+        self._ranks, self._chunks, self._traffic = ranks, chunks, traffic
+        self.pages: list[int] = []
+        """The numbers of the pages that the other ranks were told of, and that are not home yet."""
 
-def _name(chunks: Iterable[Chunk], start: int, offset: int) -> str:
-    """Return what lies at `offset`."""
-    for chunk in chunks:
-        for role, home in chunk.homes.items():
-            first = address_of(home.memory) - start
+    def tell(self) -> None:
+        """Tell the other ranks what the program has written, as this one comes to a backward or a step."""
+        words, rank, mapping = self._ranks.words, self._ranks.rank, self._ranks.pool.mapping
+        pages = self._find()
+        cast = [chunk for chunk, role, _ in self._homes_of(pages) if role == Role.PARAM and Role.COMPUTE in chunk.homes]
+        for chunk in cast:
+            chunk.recast()
+        self.pages = self._find() if cast else pages
+        words.page_hashes[rank, self.pages] = [*map(mapping.hash_of, self.pages)]
+        words.wrote[rank] = len(self.pages)
+
+    def compare(self) -> None:
+        """Raise `PeerError` if the program of another rank has written something else. All ranks have told."""
+        words, counts = self._ranks.words, self._ranks.words.wrote
+        if not counts.any():
+            return
+        hashes = words.page_hashes
+        mine = hashes[:, self.pages]
+        if len(self.pages) and (counts == counts[0]).all() and (mine == mine[0]).all():
+            return
+        page = int((hashes != hashes[0]).any(axis=0).argmax())
+        words.page_shown[self._ranks.rank] = self._ranks.pool.mapping.seen(page)
+        self._ranks.meet("what the program has written")
+        differ = words.page_shown != words.page_shown[0]
+        rank = int(differ.any(axis=1).argmax())
+        name = self._name(page * mmap.PAGESIZE + int(differ[rank].argmax()))
+        raise PeerError(
+            f"the program has written other values to {name} on rank {rank} than on rank 0, or on one of them only: "
+            f"write alike on all ranks, as in replicas"
+        )
+
+    def bring_home(self) -> None:
+        """Bring what all ranks have written alike home; each copies its share."""
+        if not self.pages:
+            return
+        ranks, mapping, pages = self._ranks, self._ranks.pool.mapping, self.pages
+        mapping.bring_home(np.array_split(pages, ranks.count)[ranks.rank].tolist())
+        ranks.meet("the writes of the program at home")
+        mapping.show_home(pages)
+        ranks.words.page_hashes[ranks.rank, pages] = 0
+        self.pages = []
+        for chunk, role, _ in self._homes_of(pages):
+            if role == chunk.operand:
+                self._traffic.superseded(chunk, role)
+
+    def exchange(self, where: str) -> None:
+        """Bring what all ranks have written alike home, as all come to `where`. Raises what `compare` does."""
+        with self._ranks.waits.at(where):
+            self.tell()
+            self._ranks.meet(where)
+            self.compare()
+            self.bring_home()
+
+    def refuse(self) -> None:
+        """Raise `ManageError` if the program has written within a backward; what it has written is dropped."""
+        if pages := self._find():
+            mapping = self._ranks.pool.mapping
+            first = pages[0] * mmap.PAGESIZE
+            name = self._name(first + mapping.first_difference(pages[0]))
+            mapping.show_home(pages)
+            raise not_yet(f"a write of the program to {name} within a backward")
+
+    def refuse_in_compute(self, managed: ManagedParameter) -> None:
+        """Raise `ManageError` for a write of an operator to the device copy of `managed`; the home has not got it."""
+        managed.version = managed.counter._version
+        raise not_yet(f"a write of the program to {managed.name} within a forward")
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _find(self) -> list[int]:
+        return self._ranks.pool.mapping.written(self._ranks.pool.reserved_bytes)
+
+    def _homes_of(self, pages: list[int]) -> Iterator[tuple[Chunk, Role, int]]:
+        """Yield each home that lies in any of `pages`: chunk, role, and its offset."""
+        start, sorted_pages = self._ranks.pool.mapping.address, np.array(pages, np.int64)
+        for chunk in self._chunks if pages else ():
+            for role, home in [*chunk.homes.items()]:
+                first = address_of(home.memory) - start
+                ends = first // mmap.PAGESIZE, -(-(first + chunk.home_nbytes(role)) // mmap.PAGESIZE)
+                if np.subtract(*np.searchsorted(sorted_pages, ends)):
+                    yield chunk, role, first
+
+    def _name(self, offset: int) -> str:
+        """Return what lies at `offset`."""
+        for chunk, role, first in self._homes_of([offset // mmap.PAGESIZE]):
             if first <= offset < first + chunk.home_nbytes(role):
                 at = (offset - first) // chunk.dtype_of(role).itemsize
                 after = (each for each in chunk.parameters if each.offset + each.numel > at)
                 name = next((each.name for each in after), chunk.label(role))
-                return (
-                    f"{name}{'' if role.name == 'param' else '.grad' if role.name == 'grad' else f', its {role.name}'}"
-                )
-    return "the memory of the group"
+                return name + {Role.PARAM: "", Role.GRAD: ".grad"}.get(role, f", its {role.name}")
+        return "the memory of the group"

@@ -32,7 +32,6 @@ from hetmem.engine.events import EventLog, Statistics
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.parameter_marks import ParameterMarks
-from hetmem.engine.ranked_writes import refuse_write
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.uses import Uses
 from hetmem.engine.write_check import WriteCheck
@@ -64,8 +63,6 @@ class Runtime:
         self._engine = engine
         self.traffic = Traffic(memory, residency, engine, self.bindings, self.tracer, self.events, sanitize=sanitize)
         self.writes = WriteCheck(self.parameters, self.bindings, self.traffic)
-        if memory.ranks is not None:
-            self.writes.refused = partial(refuse_write, memory, self.bindings)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched

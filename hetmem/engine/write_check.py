@@ -52,7 +52,7 @@ class WriteCheck:
         self.source_of: Callable[[torch.Tensor], ManagedParameter | None] = bindings.of_storage
         """Returns the parameter, of whatever model, that a tensor is a view of, or None."""
         self.refused: Callable[[ManagedParameter], None] | None = None
-        """Raises for a write to a parameter that other ranks have, too; None without others."""
+        """Raises for a write by an operator to a parameter that other ranks have, too; None without others."""
         self._parameters = parameters
         self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
         self._cast_at_home = {chunk for chunk in self._chunks if Role.COMPUTE in chunk.homes}
@@ -184,8 +184,6 @@ class WriteCheck:
         """Honour a write to `managed` outside compute, also `p.data = t`, `p.set_(t)` and
         `torch.utils.swap_tensors(p, q)`: the home has the values, copies are stale."""
         parameter = managed.parameter
-        if self.refused is not None:
-            self.refused(managed)
         if managed.code is not None:
             seen, managed.version = managed.version, managed.counter._version
             if _is_replaced(managed) or seen != managed.version:

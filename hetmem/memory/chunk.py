@@ -307,6 +307,8 @@ class Chunk:
             memory = self.homes[role].memory if memory is None else memory
             with torch.inference_mode(False):
                 return CodedHome(elements(memory, torch.uint8, self.spec.coded_bytes), self.codes)
+        if memory is None and self.homes[role].private is not None:
+            memory = self.homes[role].shown  # the program may have written to it
         return self.flat(role) if memory is None else self.over(role, memory)
 
     def flat(self, role: Role) -> torch.Tensor:
@@ -531,4 +533,10 @@ class ManagedParameter(Referable):
         """Cast `home`, which holds the parameter's values, to its 16-bit copy at home, if there is one."""
         if Role.COMPUTE in self.chunk.homes:
             with torch.no_grad():
-                self.at_home(Role.COMPUTE).copy_(home)
+                if self.chunk.homes[Role.COMPUTE].private is None:
+                    self.at_home(Role.COMPUTE).copy_(home)
+                else:  # what is as before stays the memory of all ranks
+                    copy = self.view(Role.COMPUTE)
+                    narrow = home.to(copy.dtype)
+                    if not torch.equal(copy.view(torch.int16), narrow.view(torch.int16)):
+                        copy.copy_(narrow)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from hetmem.engine.ranked_writes import refuse_writes
+from hetmem.engine.ranked_gradients import RankedGradients
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.optim.options import Overlap
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.ranks.group import Ranks, not_yet
+
+_NAMED = 20
+"""Of how many gradients that the program has set an error may name one that differs."""
 
 
 def refuse_options(optimizer: SteppingOptimizer) -> None:
@@ -31,7 +33,7 @@ class RankedSteps:
     def __init__(self, interception: Interception, ranks: Ranks) -> None:
         gradients = interception.gradients.ranked
         assert gradients is not None, "it is made with the ranks"
-        self._gradients, self._ranks, self._memory = gradients, ranks, interception.runtime.memory
+        self._gradients, self._ranks = gradients, ranks
 
     def place(self) -> AbstractContextManager[None]:
         """Return a context in which the other ranks know that this one is in a step."""
@@ -44,12 +46,10 @@ class RankedSteps:
         name, handed_out = f"a step of {type(optimizer).__name__}", self._ranks.words.handed_out
         handed_out[self._ranks.rank] = optimizer.states.handed_out
         self._ranks.meet(name, serve=_take_part)
-        refuse_writes(self._memory)
-        self._gradients.note_gradients()
-        self._ranks.meet(
-            f"the options of {name}", _in_words(optimizer, self._gradients.number_of, counts=handed_out.any())
-        )
+        self._gradients.tell()
+        self._ranks.meet(f"the options of {name}", _in_words(optimizer, self._gradients, counts=handed_out.any()))
         self._gradients.compare()
+        self._gradients.writes.bring_home()
         self._ranks.words.steps[self._ranks.rank] += 1
 
     def meet(self, what: str) -> None:
@@ -64,19 +64,26 @@ def _take_part() -> None:
             interception.gradients.ranked.take_part()
 
 
-def _in_words(optimizer: SteppingOptimizer, number_of: Callable[[torch.Tensor], int], *, counts: bool) -> str:
-    """Return what a step of `optimizer` depends on beside weights, gradients and states in homes, for ranks to compare;
-    `number_of` returns the number of a parameter. `counts`: also the counts of steps."""
+def _in_words(optimizer: SteppingOptimizer, gradients: RankedGradients, *, counts: bool) -> str:
+    """Return what a step of `optimizer` depends on beside weights, gradients and states in homes, for ranks to
+    compare. `counts`: also the counts of steps."""
     lines = [f"max_grad_norm {optimizer.max_grad_norm}, gradients times {optimizer.expected_scale()}"]
     for at, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
-        numbers = [*map(number_of, group["params"])]
+        numbers = [*map(gradients.number_of, group["params"])]
         lines.append(f"group {at}: {options}, parameters {zlib.crc32(repr(numbers).encode()):x}")
     if counts:  # the program of some rank may have changed them
         entries = [*optimizer.states.shown.values()]
         found = [float(value) for entry in entries for value in entry.values() if _is_number(value)]
         lines.append(f"counts of steps {zlib.crc32(repr(found).encode()):x}")
-    return "\n".join(lines)
+    given = [f"{name} with a hash of {_hash_of(grad):x}" for name, grad in gradients.of_the_program()]
+    lines.append(f"gradients of the program {zlib.crc32(repr(given).encode()):x}" if given else "")
+    return "\n".join(given[:_NAMED] + lines)
+
+
+def _hash_of(tensor: torch.Tensor) -> int:
+    values = tensor.detach().to_dense().cpu().contiguous().view(-1)
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 
 
 def _is_number(value: Any) -> bool:

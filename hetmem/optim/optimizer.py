@@ -216,8 +216,6 @@ class OffloadedOptimizer(Optimizer):
         changed, if states are of another kind (8-bit moments or not), or if that of a parameter to be trained lacks
         entries, where torch's `step` would raise KeyError.
         """
-        for stepper in self._steppers.values():
-            stepper.refuse_among_ranks("optimizer.load_state_dict", unless=lambda: not _has_values(state_dict))
         with self._turns("load_state_dict()"):
             self.synchronize()
             last_hook = self.register_load_state_dict_pre_hook(lambda _, given: self._take_homes_out(given))
@@ -433,9 +431,3 @@ class OffloadedOptimizer(Optimizer):
 
     def _name(self) -> str:
         return f"hetmem.{type(self).__name__}"
-
-
-def _has_values(state_dict: dict[str, Any]) -> bool:
-    """Return whether `state_dict` has states with values, and not on `meta` alone."""
-    values = chain.from_iterable(map(dict.values, state_dict["state"].values()))
-    return any(isinstance(value, torch.Tensor) and value.dim() and not value.is_meta for value in values)

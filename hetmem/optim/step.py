@@ -43,7 +43,6 @@ from hetmem.optim.options import Overlap
 from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer
 from hetmem.optim.update_pass import Passes
 from hetmem.optim.update_queue import Updates
-from hetmem.ranks.group import not_yet
 
 _PARAMETER, _TRAINS = attrgetter("parameter"), attrgetter("requires_grad")
 
@@ -277,17 +276,13 @@ class Stepper:
             self.runtime.writes.renew_touched()
         self._states.look()
         if self._ranked is not None:
+            self._passes.notice(self.runtime.chunks)
             self._ranked.begin(self._optimizer)
         with self._remembering_a_failure():
             unbegun = [chunk for chunk, update in self._progress.items() if not update.begun]
             self._passes.notice(unbegun)  # in others `found_changes` detects writes
             if not self._deferred:
                 self._carry_out()
-
-    def refuse_among_ranks(self, what: str, unless: Callable[[], bool]) -> None:
-        """Raise `ManageError` for `what`, if several ranks step this model, `unless` they can do it."""
-        if self._ranked is not None and not unless():
-            raise not_yet(what)
 
     def place(self) -> AbstractContextManager[None]:
         """Return a context in which other ranks, if there are any, know that this one is in a step."""

@@ -177,7 +177,9 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
     home = managed.view(Role.PARAM)
     if memory.ranks is not None:
         if memory.ranks.rank == 0:  # whose values count
-            managed.at_home(Role.PARAM).copy_(data)
+            for role in (Role.PARAM, Role.COMPUTE):
+                if role in managed.chunk.homes:
+                    managed.at_home(role).copy_(data)
         if built is not None:
             built.leave(data)
     elif built is not None and source and home.device.type == "cpu":
@@ -186,7 +188,7 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
     else:
         home.copy_(data)
     managed.chunk.parameters.append(managed)
-    if memory.ranks is None or memory.ranks.rank == 0:
+    if memory.ranks is None:
         managed.recast(home)
     reside(managed, home, memory.device.torch_device)
 

@@ -4,6 +4,7 @@ memory that they share. After that a step has no collective: ranks meet in their
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import socket
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetmem.base.config import missing_of_launcher, rank_timeout_seconds, world_size
 from hetmem.base.units import round_up
 from hetmem.errors import ManageError, PeerError
-from hetmem.memory.host_memory import PAGE_BYTES
 from hetmem.ranks.group import Ranks
 from hetmem.ranks.memory import SharedMapping, SharedPool, make_file, open_file
 from hetmem.ranks.waits import Waits
@@ -79,8 +79,9 @@ class JoinedRanks:
     def open(self, home_bytes: int, parameters: int, chunks: int) -> Ranks:
         """Share memory for homes of up to `home_bytes`. Raises `ManageError` if a rank cannot open that of rank 0."""
         rows = chunks * _HOMES_OF_A_CHUNK
-        skipped = round_up(Words(None, self.count, parameters, rows).nbytes, PAGE_BYTES)
-        nbytes = max(PAGE_BYTES, home_bytes // PAGE_BYTES * PAGE_BYTES)
+        nbytes = max(mmap.PAGESIZE, home_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
+        sizes = self.count, parameters, rows, nbytes // mmap.PAGESIZE
+        skipped = round_up(Words(None, *sizes).nbytes, mmap.PAGESIZE)
         nonce, descriptor = secrets.randbits(62), -1
         if self.rank == 0:
             descriptor = make_file()
@@ -93,9 +94,7 @@ class JoinedRanks:
         for rank, refusal in enumerate(self.exchange(text)):
             if refusal:
                 raise ManageError(f"rank {rank} cannot share the memory of rank 0: {refusal}")
-        words = Words(
-            memoryview(SharedMapping(descriptor, 0, skipped).buffer(0, skipped)), self.count, parameters, rows
-        )
+        words = Words(memoryview(SharedMapping(descriptor, 0, skipped).buffer(0, skipped)), *sizes)
         waits = Waits(words, self.rank, [offer[0] for offer in offers], rank_timeout_seconds() or _PATIENCE_SECONDS)
         pool = SharedPool(nbytes, SharedMapping(descriptor, skipped, nbytes), words, descriptor)
         self.exchange("")  # rank 0 keeps the file until all have it

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 import numpy as np
 
 from hetmem.base.units import format_size
-from hetmem.errors import CapacityError, ManageError
+from hetmem.errors import CapacityError
 from hetmem.memory.host_memory import PAGE_BYTES, HostPool, Loan, Mapping, address_of
 from hetmem.ranks.words import Words
 
@@ -62,29 +64,54 @@ class SharedMapping(Mapping):
         self._check_range(start, memory.nbytes)
         return memoryview(self._private)[start : start + memory.nbytes]
 
-    def written(self) -> list[int]:
-        """Return the offsets of the pages that this process has written privately. Raises `ManageError` where the
-        system does not say."""
-        page = mmap.PAGESIZE
+    def written(self, nbytes: int) -> list[int]:
+        """Return the numbers of the pages, within the first `nbytes`, that this process has written privately and that
+        differ from the home; those that do not show it again."""
+        size = mmap.PAGESIZE
+        found = self._private_pages(-(-nbytes // size))
+        places = [slice(page * size, (page + 1) * size) for page in found]
+        differ = [page for page, at in zip(found, places, strict=True) if self._private[at] != self._pages[at]]
+        self.show_home(set(found).difference(differ))
+        return differ
+
+    def hash_of(self, page: int) -> int:
+        """Return a hash of what the program sees in `page`, of 63 bits and not 0."""
+        digest = hashlib.blake2b(self.seen(page), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1 or 1
+
+    def seen(self, page: int) -> memoryview:
+        """Return what the program sees in `page`."""
+        return memoryview(self._private)[page * mmap.PAGESIZE : (page + 1) * mmap.PAGESIZE]
+
+    def first_difference(self, page: int) -> int:
+        """Return the first byte of `page` that the program has written with another value than it has at home."""
+        seen, home = (np.frombuffer(memory, np.uint8) for memory in (self.seen(page), self._home(page)))
+        return int((seen != home).argmax())
+
+    def bring_home(self, pages: Iterable[int]) -> None:
+        """Copy what the program has written in `pages` to the home."""
+        for page in pages:
+            self._home(page)[:] = self.seen(page)
+
+    def show_home(self, pages: Iterable[int]) -> None:
+        """Show the home in `pages` again."""
+        for first, count in _runs(sorted(pages)):
+            self._private.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, count * mmap.PAGESIZE)
+
+    def _home(self, page: int) -> memoryview:
+        return memoryview(self._pages)[page * mmap.PAGESIZE : (page + 1) * mmap.PAGESIZE]
+
+    def _private_pages(self, count: int) -> list[int]:
+        """Return those of the first `count` pages that are private, or all, where the system does not say."""
+        start = self.private_address // mmap.PAGESIZE * 8
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-                pages.seek(self.private_address // page * 8)
-                entries = np.frombuffer(pages.read(self.nbytes // page * 8), np.uint64)
-        except OSError as error:
-            raise ManageError(
-                f"a group of ranks needs /proc/self/pagemap, to see what a program writes: {error}"
-            ) from error
-        private = ((entries & _THERE) != 0) & ((entries & _FILE_PAGE) == 0)
-        return [int(at) * page for at in np.flatnonzero(private)]
-
-    def drop_written(self, offset: int) -> int:
-        """Show the home again in the private page at `offset`; return the offset of the first byte that differed, or of
-        the page."""
-        place = slice(offset, offset + mmap.PAGESIZE)
-        mine, home = (np.frombuffer(pages, np.uint8)[place] for pages in (self._private, self._pages))
-        first = offset + int((mine != home).argmax())
-        self._private.madvise(mmap.MADV_DONTNEED, offset, mmap.PAGESIZE)
-        return first
+                entries = np.frombuffer(os.pread(pages.fileno(), 8 * count, start), np.uint64)
+        except OSError:
+            return [*range(count)]
+        if len(entries) < count:
+            return [*range(count)]
+        return [*map(int, np.flatnonzero(((entries & _THERE) != 0) & ((entries & _FILE_PAGE) == 0)))]
 
     def keep_from_children(self) -> None:
         """Leave this memory out of forked processes, also what the program sees of it."""
@@ -97,6 +124,13 @@ class SharedMapping(Mapping):
         super().share_with_children()
         with contextlib.suppress(OSError):
             self._private.madvise(mmap.MADV_DOFORK)
+
+
+def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first number, and the count, of each run of adjacent `pages`, which are sorted."""
+    for _, run in groupby(enumerate(pages), key=lambda found: found[1] - found[0]):
+        numbers = [page for _, page in run]
+        yield numbers[0], len(numbers)
 
 
 class SharedPool(HostPool):

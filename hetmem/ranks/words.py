@@ -6,6 +6,7 @@ which the rank whose turn it is writes. Knows no model and waits for nothing.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from typing import Any
 
@@ -29,9 +30,9 @@ def fence() -> None:
 
 class Words:
     """Arrays over `memory`, which is zero where a group begins, for `ranks` ranks and a model with so many `parameters`
-    whose homes take up to `homes` rows of the table."""
+    whose homes take up to `homes` rows of the table, and so many `pages` of the system."""
 
-    def __init__(self, memory: memoryview | None, ranks: int, parameters: int, homes: int) -> None:
+    def __init__(self, memory: memoryview | None, ranks: int, parameters: int, homes: int, pages: int = 0) -> None:
         """Lay the arrays out; without `memory` only `nbytes` is known."""
         self._memory, self.nbytes = memory, 0
         self.nonce = self._array((1,))
@@ -54,6 +55,12 @@ class Words:
         """Whether the program of a rank ever got the states of the optimizer that steps."""
         self.saves, self.saved = self._array((_SAVES, 2)), self._array((1,))
         """The last files that rank 0 has saved, and whether that has failed: see `saves`. How many it has saved."""
+        self.wrote = self._array((ranks,))
+        """How many pages of homes the program of a rank had written as that entered its last backward or step."""
+        self.page_hashes = self._array((ranks, pages))
+        """Hashes of those pages, never 0; 0 of all others. Memory that is never written takes none."""
+        self.page_shown = self._array((ranks, mmap.PAGESIZE), np.uint8)
+        """What each rank sees in a page that differs."""
         self._places = self._array((ranks, PLACE_BYTES), np.uint8)
         self._said = self._array((2, ranks, SAID_BYTES), np.uint8)
         self._errors = self._array((ranks, PLACE_BYTES), np.uint8)

@@ -46,6 +46,16 @@ _ADAMW = partial(torch.optim.AdamW, fused=True)
 
 
 @dataclass(frozen=True)
+class Writes:
+    """A `place` in a program, which writes to `model` and `optimizer` there."""
+
+    place: str
+    step: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True)
 class Program:
     """A way to train, in `steps` of `micro` backwards each, or of fewer on some ranks in each step (`uneven`), which
     evaluate meanwhile."""
@@ -63,6 +73,8 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)
     max_grad_norm: float | None = None
     loss_scale: float = 1.0
+    writes: Callable[[Writes], None] | None = None
+    """Called with what the program may write to, at several places."""
 
     def made(self) -> GPT:
         torch.manual_seed(5)
@@ -89,15 +101,18 @@ class Program:
         optimizer: Any = self.ours(model.parameters(), lr=1e-2, **self.options, **clip, **scale)
         found: dict[str, Tensor] = {}
         for step in range(self.steps):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=self.writes is None)
             losses = []
+            self.write("a forward follows", step, model, optimizer)
             for micro in range(self.backwards(step, rank)):
                 loss = loss_of(model, self.batch(step, rank, micro))
-                optimizer.scale(loss).backward()
+                (optimizer.scale(loss) if scale else loss).backward()
                 losses.append(loss.item())
+                self.write("a backward has ended", step, model, optimizer)
             if self.uneven and rank % 2:
                 with torch.no_grad():
                     loss_of(model, self.batch(step, rank, self.micro))
+            self.write("a step follows", step, model, optimizer)
             optimizer.step()
             found[f"losses {step}"] = torch.tensor(losses)
             if clip:
@@ -109,6 +124,10 @@ class Program:
         hetmem.release(model)
         return found
 
+    def write(self, place: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if self.writes is not None:
+            self.writes(Writes(place, step, model, optimizer))
+
     def plain(self, ranks: int) -> list[dict[str, Tensor]]:
         """By rank, what `trained` finds: of plain torch, in which the batches of all ranks come one after the other."""
         model = self.made()
@@ -117,9 +136,11 @@ class Program:
         optimizer = self.optimizer(model.parameters(), lr=1e-2, **self.options)
         found: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
         for step in range(self.steps):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=self.writes is None)
+            self.write("a forward follows", step, model, optimizer)
+            given = {p: p.grad for p in model.parameters() if p.grad is not None}
             losses: list[list[float]] = [[] for _ in range(ranks)]
-            sums: dict[Tensor, Tensor] = {}
+            sums: dict[Tensor, Tensor] = given
             for micro in range(self.micro):
                 for rank in (rank for rank in range(ranks) if micro < self.backwards(step, rank)):
                     for p, used in pairs:
@@ -132,8 +153,11 @@ class Program:
                         if used.grad is not None:
                             part = used.grad.float() / ranks
                             sums[p] = sums[p] + part if p in sums else part
-            for p, gradient in sums.items():
-                p.grad = gradient
+                for p, _ in pairs:
+                    p.grad = sums.get(p)
+                self.write("a backward has ended", step, model, optimizer)
+            self.write("a step follows", step, model, optimizer)
+            sums = {p: p.grad for p, _ in pairs if p.grad is not None}
             scale = 1.0
             if self.max_grad_norm is not None:
                 scale = self._clip([*sums.values()], found, step)
@@ -154,6 +178,31 @@ class Program:
             each[f"norm {step}"] = torch.tensor(of_all)
         assert self.max_grad_norm is not None
         return min(1.0, self.max_grad_norm / (of_all + 1e-6))
+
+
+@torch.no_grad()
+def writes_everywhere(at: Writes) -> None:
+    """Write to weights, gradients and states in the ways that programs do."""
+    model, optimizer = at.model, at.optimizer
+    weight = model.blocks[0].linear2.weight
+    if (at.step, at.place) == (0, "a backward has ended"):
+        model.words.weight.grad *= 0.5
+    elif at.place == "a step follows":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    elif (at.step, at.place) == (1, "a forward follows"):
+        for p in model.parameters():
+            p.mul_(0.99)
+        weight.detach().numpy()[3] = 0.25
+        model.blocks[2].linear1.weight.data = torch.full_like(weight.T, 0.01).contiguous()
+        model.blocks[2].load_state_dict({n: v + 0.001 for n, v in model.blocks[2].state_dict().items()})
+    elif (at.step, at.place) == (2, "a forward follows"):
+        states = copy.deepcopy(optimizer.state_dict())
+        for entry in states["state"].values():
+            entry["exp_avg"] *= 0.5
+        optimizer.load_state_dict(states)
+    if (at.step, at.place) == (2, "a step follows"):
+        optimizer.state[weight]["exp_avg_sq"].mul_(2)
+        model.blocks[0].norm1.weight.grad = torch.full((WIDTH,), 0.125)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -183,6 +232,9 @@ PROGRAMS = {
     "float32": Program(),
     "clipped, in two micro-batches": Program(micro=2, max_grad_norm=0.5, steps=2),
     "other numbers of backwards": Program(micro=2, uneven=True, max_grad_norm=0.5),
+    "writes": Program(micro=2, writes=writes_everywhere),
+    "writes beside 16-bit copies": Program(micro=2, writes=writes_everywhere, mixed=torch.bfloat16),
+    "an optimizer of torch": Program(ours=_ADAMW),
     "copies are evicted": Program(chunk_bytes="64KiB", device_chunks="384KiB", steps=2),
     "bfloat16": Program(mixed=torch.bfloat16),
     "checkpointed, chunks of several tiles": Program(

@@ -15,7 +15,7 @@ import torch
 import hetmem
 from hetmem.errors import HetmemError, ManageError, PeerError
 from hetmem.testing import ranks
-from tests.ranks.programs import Program, loss_of
+from tests.ranks.programs import WIDTH, Program, loss_of
 
 PROGRAM = Program()
 
@@ -35,23 +35,25 @@ def told(what: Callable[[], object]) -> tuple[str, str, float]:
     return "nothing", "", time.monotonic() - began
 
 
-def with_states(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of `optimizer`, with a state of its first parameter."""
-    moment = torch.zeros_like(optimizer.param_groups[0]["params"][0])
-    return {**optimizer.state_dict(), "state": {0: {"step": torch.tensor(1.0), "exp_avg": moment}}}
-
-
 class Trains:
     def __init__(self, rank: int, **options: Any) -> None:
         self.rank, self.model = rank, managed()
         self.optimizer = hetmem.AdamW(self.model.parameters(), lr=1e-2, **options)
 
-    def backward(self) -> None:
-        loss_of(self.model, PROGRAM.batch(0, self.rank, 0)).backward()
+    def backward(self, batch: int = 0) -> None:
+        loss_of(self.model, PROGRAM.batch(batch, self.rank, 0)).backward()
 
     def step(self, **options: Any) -> None:
         self.optimizer.param_groups[0].update(options)
         self.optimizer.step()
+
+
+class Adds:
+    def __init__(self, bias: torch.Tensor) -> None:
+        self.bias = bias
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self.bias.add_(1.0)
 
 
 def stories(rank: int) -> dict[str, tuple[str, str, float]]:
@@ -87,15 +89,32 @@ def stories(rank: int) -> dict[str, tuple[str, str, float]]:
     before = weight.detach().clone()
     if not rank:
         weight.detach().numpy()[3, 5] = 100.0
-    found["a write by NumPy"] = told(trains.step)
-    assert torch.equal(weight, before), "homes are as they were"
+    found["a write by NumPy on one"] = told(trains.step)
+    assert torch.equal(weight, before) == bool(rank), "homes are as they were"
+
+    trains = Trains(rank)
+    with torch.no_grad():
+        trains.model.blocks[1].norm2.bias[7] = 1.0 + rank
+    found["other values"] = told(trains.backward)
+
+    trains = Trains(rank)
+    trains.backward()
+    trains.model.words.weight.grad = torch.full((PROGRAM.words, WIDTH), float(rank))
+    found["other gradients of the program"] = told(trains.step)
+
+    trains = Trains(0)  # on both the same batches
+    trains.model.odd.register_forward_pre_hook(lambda module, _: module.weight.data.add_(1.0))
+    found["a write in a forward"] = told(lambda: [trains.backward(batch) for batch in range(9)])
+
+    trains = Trains(rank)
+    trains.model.words.weight.register_hook(Adds(trains.model.odd.bias))
+    found["a write in a backward"] = told(trains.backward)
 
     trains = Trains(rank)
     trains.backward()
     if not rank:
         torch.nn.utils.clip_grad_norm_(trains.model.parameters(), 1e-3)
-    found["a write to gradients"] = told(trains.step)
-    found["load_state_dict"] = told(lambda: trains.optimizer.load_state_dict(with_states(trains.optimizer)))
+    found["a write to gradients on one"] = told(trains.step)
     found["accumulate"] = told(lambda: hetmem.accumulate(trains.model, [PROGRAM.batch(0, 0, 0)], loss_of))
 
     trains = Trains(rank)
@@ -131,9 +150,12 @@ def test_what_differs_and_who_is_missing_is_an_error_by_name() -> None:
             PeerError,
             "rank 1 has released its model. rank 0: a step, awaits a step of AdamW, after 1 backwards and 0 steps",
         ),
-        ("a write by NumPy", ManageError, "a write of the program to blocks.0.linear2.weight is not possible"),
-        ("a write to gradients", ManageError, r"a write of the program to .*\.grad is not possible"),
-        ("load_state_dict", ManageError, "optimizer.load_state_dict is not possible"),
+        ("a write by NumPy on one", PeerError, "other values to blocks.0.linear2.weight on rank 1 than on rank 0"),
+        ("other values", PeerError, "other values to blocks.1.norm2.bias on rank 1 than on rank 0"),
+        ("a write to gradients on one", PeerError, r"other values to .*\.grad on rank 1 than on rank 0"),
+        ("other gradients of the program", PeerError, "the same: 'words.weight.grad with a hash of"),
+        ("a write in a forward", ManageError, "a write of the program to odd.weight within a forward is not possible"),
+        ("a write in a backward", ManageError, "a write of the program to odd.bias within a backward is not possible"),
         ("accumulate", ManageError, "hetmem.accumulate is not possible"),
         ("a release", PeerError, "rank 1 has released its model. rank 0: a backward, awaits"),
         ("killed", PeerError, "rank 1 has died or ended. rank 0: a backward, awaits .*, after 2 backwards and 1 steps"),
