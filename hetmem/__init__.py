@@ -28,7 +28,7 @@ finally:
 if TYPE_CHECKING:
     from hetmem import planner
     from hetmem.accumulation import accumulate
-    from hetmem.checkpoint import export_weights, load, load_weights, save
+    from hetmem.checkpoint import export_weights, latest, load, load_weights, save
     from hetmem.losses import chunked_loss
     from hetmem.parking import park, parked, unpark
     from hetmem.planner.states import plan_optimizer
@@ -48,6 +48,7 @@ __all__ = [
     "accumulate",
     "chunked_loss",
     "export_weights",
+    "latest",
     "load",
     "load_weights",
     "manage",
@@ -65,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("export_weights", "load", "load_weights", "save"):
+    if name in ("export_weights", "latest", "load", "load_weights", "save"):
         from hetmem import checkpoint  # most programs import hetmem more often than they save
 
         return getattr(checkpoint, name)

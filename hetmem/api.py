@@ -415,7 +415,8 @@ def release(module: torch.nn.Module) -> None:
     interception = registry.of_module(module)
     with interception.runtime.turn.held("release"):
         try:
-            interception.settle_for_reading()  # the one call that an interrupt may end; nothing is changed yet
+            interception.runtime.outgoing.wait_for_all()  # this and the next call an interrupt may end; nothing is
+            interception.settle_for_reading()  # changed yet
             interception.runtime.traffic.executor.quiesce()
         except Exception:
             _end(module)

@@ -87,6 +87,7 @@ def _park(module: torch.nn.Module) -> None:
     interception = registry.of_module(module)
     runtime, name = interception.runtime, type(module).__name__
     registry.refuse_of_ranks(module.parameters(), "hetmem.park")
+    began = runtime.events.now()
     with runtime.turn.held("hetmem.park", interception.gradients.is_whole):
         if interception in _LEFT:
             raise ManageError(f"{name} is parked already")
@@ -113,12 +114,14 @@ def _park(module: torch.nn.Module) -> None:
         device.give_back()
         _LEFT[interception] = _Left(homes, buffers)
         runtime.turn.parked = True
+        runtime.statistics.parks += 1
+        runtime.statistics.park_seconds += runtime.events.now() - began
 
 
 @HELD_BACK
 def _unpark(module: torch.nn.Module) -> None:
     interception = registry.of_module(module)
-    runtime, name = interception.runtime, type(module).__name__
+    runtime, name, began = interception.runtime, type(module).__name__, interception.runtime.events.now()
     with runtime.turn.held("hetmem.unpark"):
         left = _LEFT.get(interception)
         if left is None:
@@ -136,3 +139,4 @@ def _unpark(module: torch.nn.Module) -> None:
             ) from error
         del _LEFT[interception]
         runtime.turn.parked = False
+        runtime.statistics.wake_seconds += runtime.events.now() - began

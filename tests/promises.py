@@ -67,6 +67,18 @@ PROMISES: dict[str, Mutation | str] = {
         "tests/ranks/test_turns.py::test_every_order_of_events_ends_with_sums_in_the_order_of_ranks[3]",
     ),
     "how long copies take change no bit": "compute before a copy has arrived",
+    "A save in the background has the bytes": Mutation(
+        "optim/update_queue.py",
+        "not (update.writes and self._is_held(update))",
+        "True",
+        "tests/checkpoint/test_background.py::test_a_save_at_every_step_has_the_bytes_of_one_that_waits[host-backward-bf16]",
+    ),
+    "`keep=` deletes nothing before": Mutation(
+        "checkpoint/saving.py",
+        "            stack.push(kept.after)\n",
+        "            kept.delete_older()\n",
+        "tests/checkpoint/test_kept.py::test_nothing_is_deleted_before_the_new_one_is_complete",
+    ),
     "The same after a checkpoint": Mutation(
         "checkpoint/save_load.py",
         "file.read(targets if begin is None else targets + begin())",

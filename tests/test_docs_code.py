@@ -169,13 +169,15 @@ def test_the_page_of_optimizers_makes_them() -> None:
     assert sum(names["optimizer"].memory_bytes().values()) > 0
 
 
-def test_the_page_of_checkpoints_saves_and_loads() -> None:
-    resumed, _, exported = snippets("docs/checkpoints.md")
+def test_the_page_of_checkpoints_saves_and_loads(tmp_path: Path) -> None:
+    resumed, behind, _, exported = snippets("docs/checkpoints.md")
     names = given()
     before = [parameter.detach().clone() for parameter in names["model"].parameters()]
     run(resumed, names)
     assert names["extra"]["step"] == 2
     assert all(map(torch.equal, before, names["model"].parameters()))
+    run(behind, names | {"folder": tmp_path, "train_step": lambda: names["model"](names["x"], names["y"])})
+    assert (tmp_path / "run-2.safetensors").exists()
     loaded: list[str] = []
     names["engine"] = Namespace(load=lambda name, tensor: loaded.append(name))
     run(exported, names)
@@ -202,7 +204,7 @@ def llama(directory: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("page", "index"), [("docs/checkpoints.md", 1), ("docs/transformers.md", 0)])
+@pytest.mark.parametrize(("page", "index"), [("docs/checkpoints.md", 2), ("docs/transformers.md", 0)])
 def test_a_pretrained_model_is_loaded_as_the_pages_say(page: str, index: int) -> None:
     transformers = pytest.importorskip("transformers")
     directory = "llama-3-70b"

@@ -35,6 +35,7 @@ PUBLIC = {
     "accumulate": "model batches forward loss borders generator",
     "chunked_loss": "model head kernel",
     "export_weights": "model dtype adapters",
+    "latest": "directory",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations frozen group",
@@ -48,7 +49,7 @@ PUBLIC = {
     "progress": "model",
     "release": "module",
     "report": "model",
-    "save": "path model optimizer extra",
+    "save": "path model optimizer extra wait keep",
     "unpark": "model",
 }
 """By name: the public attributes of a class, the parameters of a function, in the order in which they come."""

@@ -94,6 +94,11 @@ def test_it_computes_nothing_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), hetmem.parked(model):
         _ = 1 / 0
     step(model, optimizer, 1)
+    told = hetmem.report(model)
+    facts = told.to_dict()["between_steps"]
+    assert facts["parks"] == 2
+    assert min(facts["park_seconds"], facts["wake_seconds"]) > 0
+    assert "parked 2 times: " in str(told)
     with pytest.raises(ManageError, match="not managed"):  # with nothing parked
         hetmem.park([model, nn.Linear(2, 2)])
     step(model, optimizer, 2)

@@ -29,6 +29,7 @@ from hetmem.checkpoint.coded import CodedWeight, coded_weight
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, malformed_refused
 from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
+from hetmem.intercept.interceptor import Interception
 from hetmem.intercept.watched import detached
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.optimizer import OffloadedOptimizer
@@ -180,6 +181,16 @@ def all_of(model: Any, what: str) -> Iterator[None]:
         return
     with registry.turn_with(model.parameters(), what):
         yield
+
+
+def end_saves(model: Any) -> list[Interception]:
+    """Wait until no save of `model` runs in the background; return those that manage its parameters. Raises the error
+    of one that failed, if nothing has yet."""
+    managed = registry.managed_among(model.parameters()) if isinstance(model, torch.nn.Module) else {}
+    for each in managed:
+        each.runtime.outgoing.wait_for_all()
+        each.runtime.outgoing.raise_error()
+    return [*managed]
 
 
 def of_model(model: torch.nn.Module) -> ModelState:

@@ -245,10 +245,10 @@ def _indexed(path: str) -> list[str]:
 # ---- Tensors to a file and back, block by block on a few threads: as much memory as those blocks take. ----
 
 THREADS = 4
-BlockJob = Callable[["_BlockBuffer"], Any]
+BlockJob = Callable[["BlockBuffer"], Any]
 
 
-class _BlockBuffer(threading.local):
+class BlockBuffer(threading.local):
     """A thread's buffer for one block at a time; a mapping, as an allocator would not return the memory."""
 
     memory: host_memory.Mapping | None = None
@@ -266,7 +266,7 @@ def run(jobs: Iterable[BlockJob]) -> list[Any]:
     """Run `jobs` on threads and return their results in order. After an error no further job begins, and none runs when
     this returns, however often it is interrupted: a job that went on would use a descriptor or memory that others have
     by then. (A thread whose `join` is interrupted counts as ended.)"""
-    buffer, futures, again = _BlockBuffer(), list[Future[Any]](), None
+    buffer, futures, again = BlockBuffer(), list[Future[Any]](), None
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hetmem-checkpoint")
     try:
         with HELD_BACK:  # no interrupt between a submit and its append
@@ -291,6 +291,15 @@ def _settle(tensors: Iterable[torch.Tensor]) -> None:
         torch.cuda.synchronize(device)
 
 
+@contextmanager
+def own_stream(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Have this thread read those of `tensors` that are on GPUs in streams of its own in the block, beside compute."""
+    with ExitStack() as streams:
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            streams.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        yield
+
+
 def write_tensors(
     fd: int, path: str, data_start: int, stored: Iterable[Stored], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, list[int]]:
@@ -298,7 +307,7 @@ def write_tensors(
     stored = list(stored)
     _settle(tensors.values())
     jobs = [
-        partial(_write, fd, path, data_start + one.start, tensors[one.name], block)
+        partial(write_block, fd, path, data_start + one.start, tensors[one.name], block)
         for one in stored
         for block in one.blocks()
     ]
@@ -307,7 +316,8 @@ def write_tensors(
 
 
 @torch.no_grad()
-def _write(fd: int, path: str, start: int, tensor: torch.Tensor, block: FileBlock, buffer: _BlockBuffer) -> int:
+def write_block(fd: int, path: str, start: int, tensor: torch.Tensor, block: FileBlock, buffer: BlockBuffer) -> int:
+    """Write one block of `tensor`, whose data begin at byte `start` of the file; return its CRC-32."""
     piece = tensor.detach()[block.index]
     if not _is_memory(piece):
         piece = buffer.like(piece.shape, piece.dtype).copy_(piece)
@@ -349,7 +359,7 @@ def _with_checks(one: Stored, checks: Mapping[str, list[int]] | None) -> Iterato
 
 @torch.no_grad()
 def _read(
-    file: OpenFile, stored: Stored, block: FileBlock, check: int | None, into: torch.Tensor | None, buffer: _BlockBuffer
+    file: OpenFile, stored: Stored, block: FileBlock, check: int | None, into: torch.Tensor | None, buffer: BlockBuffer
 ) -> int:
     """Read one block into `into`, if given; return its CRC-32. Raises `CheckpointError` if that is not `check`."""
     piece = None if into is None else into[block.index]

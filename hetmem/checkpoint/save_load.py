@@ -1,4 +1,4 @@
-"""Saves a model and an optimizer to one file, atomically, and loads all of it or nothing.
+"""Loads all of a checkpoint, or nothing.
 
 Note "all or nothing": names, shapes, dtypes and sizes are compared first, then every byte is read and its checksum
 compared, and only then anything is overwritten. The old values are not backed up, which would take a copy of the whole
@@ -9,7 +9,6 @@ partly loaded, and the error says so.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,13 +23,12 @@ from hetmem.base.schema import shown
 from hetmem.base.units import format_size
 from hetmem.checkpoint.coded import CodedWeight, differences, written
 from hetmem.checkpoint.contents import (
-    Encoder,
     ModelState,
     all_of,
     cannot_fill,
     check_beside,
     decode,
-    encode_optimizer,
+    end_saves,
     name_numbers,
     of_model,
     other_model,
@@ -46,72 +44,13 @@ from hetmem.checkpoint.disk import (
     named,
     opened,
     read_tensors,
-    replacing,
-    write_at,
-    write_tensors,
 )
 from hetmem.checkpoint.header import Header, parse
-from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Stored, arrange, data_nbytes, header
+from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Stored
 from hetmem.checkpoint.sharing import Sharing
 from hetmem.errors import CheckpointError, PeerError, StoreError
 from hetmem.memory.heap import trimmed
 from hetmem.optim.optimizer import OffloadedOptimizer
-
-
-def save(
-    path: str | os.PathLike[str],
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    extra: Any = None,
-) -> None:
-    """Save `model`, `optimizer` and `extra` to the file `path`, block by block, from whatever tier they are on.
-
-    The file is in the format of safetensors: weights under the keys of `model.state_dict()`, so that any reader of that
-    format finds them; see docs/checkpoints.md. It takes a few blocks of 16 MiB of host memory at most. Model and
-    optimizer may be managed or plain, and in any placement, when they are saved and when they are loaded.
-    `extra`: None, bool, int, float, complex, str, bytes, tensors, arrays and numbers of numpy, dtypes, and lists,
-    tuples, sets and dicts of them, such as the `state_dict()` of a scheduler, of a second optimizer or of a scaler.
-
-    Crash-safe: the new file is written beside `path` (as `.hetmem-…`, with a random name), synced to the disk, and then
-    renamed to `path`; until then the earlier checkpoint stays whole. When this returns, the new one is on the disk. A
-    link at `path` stays, and its target is replaced; what a killed save has left is removed by the next one to `path`.
-
-    Raises `CheckpointError` (a ValueError) for values that cannot be saved, and within a forward, a backward or an
-    unfinished step; `StoreError` (an OSError, with path, offset, bytes and errno) if the disk is full or fails. Both
-    leave the earlier file as it was. Save between steps; other threads that train with `model` wait meanwhile.
-    Gradients are not saved. Of a group of ranks, rank 0 writes the file, alone, or while the others, which call this
-    too, wait for it: `PeerError` if it fails.
-    """
-    with trimmed(), all_of(model, "a checkpoint"):
-        file = os.fspath(path)
-        Sharing(model).save(file, partial(_save, file, model, optimizer, extra))
-
-
-def _save(file: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
-    state, encoder = of_model(model), Encoder()
-    refuse_half_stepped(
-        model,
-        "save after optimizer.step(), not between backward() and step(), and call a step that failed again first",
-    )
-    metadata: dict[str, Any] = {"tied": state.tied}
-    if optimizer is not None:
-        metadata["optimizer"] = encode_optimizer(optimizer, model, encoder)
-    if state.coded:
-        metadata["codings"] = {name: coded.described() for name, coded in state.coded.items()}
-    tensors = dict(state.tensors)
-    tensors |= {name: made for name, made in state.made.items() if isinstance(made, torch.Tensor)}
-    objects = {name: made for name, made in state.made.items() if name not in tensors}
-    metadata["objects"] = {name: encoder.encode(made, f"{EXTRA}:object {name}") for name, made in objects.items()}
-    metadata["extra"] = encoder.encode(extra, "extra")
-    tensors |= encoder.tensors
-
-    texts = {f"hetmem.{name}": json.dumps(value) for name, value in metadata.items()}
-    stored = arrange(tensors)
-    blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
-    with replacing(file, len(blank) + data_nbytes(stored)) as fd:
-        checks = write_tensors(fd, file, len(blank), stored, tensors)
-        write_at(fd, file, memoryview(header(stored, texts, checks)), 0)
-
 
 _EXTRA_STATE = "_extra_state"
 """The end of the keys of what modules return from `get_extra_state`."""
@@ -141,6 +80,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     changed on any.
     """
     with trimmed(), all_of(model, "loading a checkpoint"), ExitStack() as open_files:
+        end_saves(model)
         sharing = Sharing(model)
         sharing.bring_writes_home()
 

@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 import torch
 
 from hetmem.checkpoint.coded import CodedWeight, written
-from hetmem.checkpoint.contents import ModelState, all_of, cannot_fill, of_model, other_model, refuse_half_stepped
+from hetmem.checkpoint.contents import (
+    ModelState,
+    all_of,
+    cannot_fill,
+    end_saves,
+    of_model,
+    other_model,
+    refuse_half_stepped,
+)
 from hetmem.checkpoint.disk import OpenFile, Source, read_names, read_tensors
 from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.quantised_files import QuantisedTensor, grouped, renamed
@@ -64,6 +72,7 @@ def load_weights(
     or an interrupt, leaves the model partly loaded, and the message says so. A file cannot run code.
     """
     with all_of(model, "loading weights"), ExitStack() as stack:
+        end_saves(model)
         sharing = Sharing(model)
         sharing.bring_writes_home()
 

@@ -349,5 +349,9 @@ class Statistics(DevicePeaks):
     """Peaks and sums of a run. Only grows."""
 
     steps: int = 0
+    parks: int = 0
+    park_seconds: float = 0.0
+    wake_seconds: float = 0.0
+    """How often the model was parked, and how long moving off the device and back took in all."""
     updated_bytes: Counter[Tier] = field(default_factory=Counter)
     """Bytes of parameters, by the tier where they were updated."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from hetmem.engine.homes import Memory
+from hetmem.engine.outgoing import Outgoing
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.chunk import ManagedParameter
@@ -16,9 +17,15 @@ class ParameterMarks:
     that are not bound."""
 
     def __init__(
-        self, memory: Memory, bindings: Bindings, writes: WriteCheck, read_at_home: Callable[[ManagedParameter], None]
+        self,
+        memory: Memory,
+        bindings: Bindings,
+        writes: WriteCheck,
+        outgoing: Outgoing,
+        read_at_home: Callable[[ManagedParameter], None],
     ) -> None:
-        self._memory, self._bindings, self._writes, self._read_at_home = memory, bindings, writes, read_at_home
+        self._memory, self._bindings, self._writes, self._outgoing = memory, bindings, writes, outgoing
+        self._read_at_home = read_at_home
         self._step_runs: Callable[[], bool | None] | None = None
         """Returns whether the step that has begun is on the stack; it may ask for the type of a parameter."""
         self._watches = self._trails = self._but_trained = False
@@ -30,6 +37,10 @@ class ParameterMarks:
         self._watches |= self._writes.has_copies  # also if homes have left the device meanwhile
         if self._step_runs is not None and self._step_runs():
             self._writes.unwatched = True
+        elif self._outgoing.save is not None:  # who writes waits for it
+            if self._watches:
+                self._find_shared()
+            self._bindings.watch()
         elif self._watches:
             self._find_shared()
             self._bindings.watch(but_trained=self._but_trained)
@@ -48,10 +59,12 @@ class ParameterMarks:
     def pause(self) -> bool:
         """Begin compute, which leaves copies of parameters on the device. Returns whether all were watched until now,
         so that each `.data` that was set is known."""
-        seen = not self._bindings.exposed
+        seen, has_copies = not self._bindings.exposed, self._writes.has_copies
         if self._watches:
             self._find_shared()
-        self._watches, self._but_trained = self._writes.has_copies, False
+        elif not has_copies:  # watched for a save alone
+            self._bindings.unwatch()
+        self._watches, self._but_trained = has_copies, False
         return seen
 
     def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:

@@ -30,6 +30,7 @@ from hetmem.engine.all_copies import AllCopies
 from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.events import EventLog, Statistics
 from hetmem.engine.homes import Memory
+from hetmem.engine.outgoing import Outgoing
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.parameter_marks import ParameterMarks
 from hetmem.engine.traffic import Traffic
@@ -62,17 +63,18 @@ class Runtime:
         self.bindings = Bindings(self.parameters)
         self._engine = engine
         self.traffic = Traffic(memory, residency, engine, self.bindings, self.tracer, self.events, sanitize=sanitize)
-        self.writes = WriteCheck(self.parameters, self.bindings, self.traffic)
+        self.outgoing = Outgoing(self.events)
+        self.writes = WriteCheck(self.parameters, self.bindings, self.traffic, self.outgoing)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
         self.own_work = self.monitor.own_work
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
         self.all_copies = AllCopies(memory, self.traffic, self.tracer, self.room, self.uses)
-        self.turn = Turn()
+        self.turn = Turn(self.outgoing)
         self.in_backward = False
         """Whether a backward of the model runs."""
-        self.marks = ParameterMarks(memory, self.bindings, self.writes, self.uses.read_at_home)
+        self.marks = ParameterMarks(memory, self.bindings, self.writes, self.outgoing, self.uses.read_at_home)
         self.hardware: HardwareProfile | None = None
         """The rates of the machine, if they were given."""
         self.prediction: Mapping[str, object] | None = None
@@ -231,7 +233,8 @@ REHEARSAL = _Rehearsing()
 class Turn:
     """The turn of one model: the exclusive right of a thread to compute with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, outgoing: Outgoing) -> None:
+        self._outgoing = outgoing
         self.number = next(_NUMBERS)
         """Its place in the order in which several turns are taken."""
         self.parked = False
@@ -252,10 +255,13 @@ class Turn:
         caller keeps the section as long as it is to last.
 
         Raises `ManageError` once it has waited for `turn_timeout_seconds`: two threads may wait for each other; and at
-        once in a rehearsal, and for compute with a model that is parked.
+        once in a rehearsal, and for compute with a model that is parked. Before compute, the error of a save in the
+        background that failed.
         """
         if what.startswith(_COMPUTE):
             self.refuse_if_parked(what)
+            if self._outgoing.failed is not None:
+                self._outgoing.raise_error()
         if REHEARSAL.runs:
             raise ManageError("a rehearsal uses a managed model: a function of the model's copy refers to the original")
         section = Section(what, acting_thread() if _ACTS_FOR else get_ident(), runs)

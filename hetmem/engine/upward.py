@@ -61,6 +61,9 @@ class GradientListener(Protocol):
     def may_move(self, chunk: Chunk) -> bool:
         """Return whether the program holds no states in homes of `chunk`."""
 
+    def has_held_states(self, chunk: Chunk) -> bool:
+        """Return whether the program holds states in homes of `chunk`, beside those that the optimizer shows."""
+
     def moved(self, chunk: Chunk) -> None:
         """Note that the homes of `chunk` have moved."""
 

@@ -24,6 +24,7 @@ from typing import NoReturn
 import torch
 
 from hetmem.engine.gradient_watch import INTEGERS
+from hetmem.engine.outgoing import Outgoing
 from hetmem.engine.param_views import Bindings, get_data, learn_tensor, storage_address, storage_references
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
@@ -47,8 +48,10 @@ _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedP
 class WriteCheck:
     """Honours writes to the parameters of one model: updates homes, and drops copies that a write made stale."""
 
-    def __init__(self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic) -> None:
-        self._bindings, self._traffic = bindings, traffic
+    def __init__(
+        self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic, outgoing: Outgoing
+    ) -> None:
+        self._bindings, self._traffic, self._outgoing = bindings, traffic, outgoing
         self.source_of: Callable[[torch.Tensor], ManagedParameter | None] = bindings.of_storage
         """Returns the parameter, of whatever model, that a tensor is a view of, or None."""
         self.refused: Callable[[ManagedParameter], None] | None = None
@@ -196,6 +199,7 @@ class WriteCheck:
             source = self.source_of(new)
             if source not in (None, managed) and not _is_replaced(source):
                 raise _shared(managed, source)
+            self._outgoing.wait_for((managed.chunk,))
             self._leave_home_to_holders(managed, hetmem_holds=2)
             managed.replaced += not torch.equal(managed.home, new.to(managed.home))  # not by `share_memory_`
             managed.home.copy_(new)
@@ -271,6 +275,7 @@ class WriteCheck:
             self._refuse_copy(managed)
         source, home = managed.device, managed.home
         where = managed.chunk.homes[Role.PARAM]
+        self._outgoing.wait_for((managed.chunk,))
         self._traffic.wait_until_written([where])  # an update must not be written after this
         self._traffic.gradients.send_now(where, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.counter._version

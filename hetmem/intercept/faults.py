@@ -323,10 +323,13 @@ class Faults:
             self._wait_for(used)
             computes = bindings.away  # called by a hook within a backward
             sent = [managed for managed in used if bindings.send_home(managed)]
+            written = _writes_to(func, args, kwargs) if func == set_data or is_in_place(func) else ()
             try:
+                if runtime.outgoing.save is not None and written:
+                    runtime.outgoing.wait_for([managed.chunk for managed in used])
                 result = func(*args, **kwargs)
-                written = _writes_to(func, args, kwargs) if func == set_data or is_in_place(func) else ()
                 shown = [m for m in used if self._are_among([m], {}, written) or hands_out(m.home, func, result)]
+                runtime.outgoing.wait_for([managed.chunk for managed in shown])  # it may write to that memory
                 (writes.shared if computes else writes.touched).update(shown)
                 return result
             finally:

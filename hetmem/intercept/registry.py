@@ -54,6 +54,7 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
         runtime = interception.runtime
         section = runtime.turn.take(f"a step of {type(optimizer).__name__}", runs)
         interception.is_computing()  # ends what an interrupt has ended, which may have left weights bound
+        runtime.outgoing.wait_for(runtime.chunks)
         _taken.setdefault(get_ident(), []).append((runtime.turn, section))
         if not in_backward():  # an optimizer within a backward steps a part of the model
             runtime.events.begin_segment("step")

@@ -171,6 +171,7 @@ class WholeUpdate:
 
     def carry_out(self, rule: Rule, scale: float) -> None:
         """Update all, or raise with nothing changed."""
+        self._runtime.outgoing.wait_for(self.members.chunks)
         runtime, began, members = self._runtime, self._runtime.events.here(), self.members
         chunks = members.chunks if runtime.memory.uses_copies else ()
         with runtime.unwatched(), runtime.traffic.updated_at_home(chunks):

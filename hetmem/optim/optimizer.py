@@ -99,7 +99,7 @@ class OffloadedOptimizer(Optimizer):
         for interception, stepper in self._steppers.items():
             refuse_a_fork("reading optimizer states", interception.process)
             stepper.refuse_states()
-        self.synchronize()
+        self._before_states_change()
         return self.states.hand_out()
 
     @state.setter
@@ -109,7 +109,7 @@ class OffloadedOptimizer(Optimizer):
         if self._all_at_once:  # torch's own constructor, which keeps no reference
             self.states.shown = value
             return
-        self.synchronize()  # updates under way use the old states
+        self._before_states_change()  # updates under way use the old states
         self.states.replace(value)
 
     @HELD_BACK
@@ -217,7 +217,7 @@ class OffloadedOptimizer(Optimizer):
         entries, where torch's `step` would raise KeyError.
         """
         with self._turns("load_state_dict()"):
-            self.synchronize()
+            self._before_states_change()
             last_hook = self.register_load_state_dict_pre_hook(lambda _, given: self._take_homes_out(given))
             try:
                 super().load_state_dict(state_dict)
@@ -338,6 +338,12 @@ class OffloadedOptimizer(Optimizer):
         return self._numbers[id(managed.parameter)]
 
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _before_states_change(self) -> None:
+        """Wait until all updates are done, and no save in the background has states yet to write."""
+        self.synchronize()
+        for interception in self._steppers:
+            interception.runtime.outgoing.wait_for(interception.runtime.chunks)
 
     @HELD_BACK
     def _reserve(self, groups: Iterable[dict[str, Any]]) -> None:

@@ -227,6 +227,10 @@ class Stepper:
         self._passes.notice_states(chunk)
         return not self._states.held(chunk)
 
+    def has_held_states(self, chunk: Chunk) -> bool:
+        """Return whether the program holds states in homes of `chunk`, beside those in `state`."""
+        return self._states.held(chunk)
+
     def moved(self, chunk: Chunk) -> None:
         """Note that the homes of `chunk` have moved."""
         self._passes.prepared.pop(chunk, None)  # it refers to the old homes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -31,6 +32,8 @@ class Updates(HostUpdates[ChunkUpdate]):
         super().__init__(lambda update: update.chunk.spec.index)
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
         self._owner = owner  # returns the optimizer; a reference would be a cycle
+        self._held: set[ChunkUpdate] = set()
+        """Updates that have asked for the chunks that a save in the background has not written yet."""
         self._shared: list[tuple[Sequence[Chunk], Sequence[Chunk]]] = []
         """Chunks of which other ranks may still compute a part, and those whose copies are to be fetched again."""
 
@@ -57,7 +60,8 @@ class Updates(HostUpdates[ChunkUpdate]):
                 while batch.run_one():
                     self._traffic.executor.poll()  # transfers that ended make room for more updates
             if self._traffic.executor.busy():
-                self._traffic.wait_for_one()
+                with self._runtime.outgoing.waiting() if self._held and not self._running else nullcontext():
+                    self._traffic.wait_for_one()
             elif self._opening and not self._traffic.executor.make_way(self):
                 if self._opening[0] is stuck:
                     raise self._cannot_open(stuck)
@@ -118,7 +122,26 @@ class Updates(HostUpdates[ChunkUpdate]):
         under_way, on_their_way = (*self._opening, *self._running), self._traffic.gradients.sends.on_their_way
         if under_way and not set(update.chunks).isdisjoint(chain.from_iterable(map(_CHUNKS, under_way))):
             return False
-        return not on_their_way or on_their_way.keys().isdisjoint(update.chunks)
+        if on_their_way and not on_their_way.keys().isdisjoint(update.chunks):
+            return False
+        return self._runtime.outgoing.save is None or not (update.writes and self._is_held(update))
+
+    def _is_held(self, update: ChunkUpdate) -> bool:
+        """Return whether a save in the background has yet to write the chunks of `update`; it writes them next, and
+        that is a job to wait for."""
+        outgoing = self._runtime.outgoing
+        if (save := outgoing.save) is None or not outgoing.holds(update.chunks):
+            return False
+        if update not in self._held:
+            self._held.add(update)
+            tag = self._traffic.executor.expect(partial(weakly(self._released), weakref.ref(update)))
+            save.call_when_out(update.chunks, self._traffic.engine.reporter(tag))
+        return True
+
+    def _released(self, update: weakref.ref[ChunkUpdate], _: BaseException | None) -> None:
+        if (released := update()) is not None:
+            self._held.discard(released)
+        self.pump()
 
     def _has_slots(self, update: ChunkUpdate) -> bool:
         return not update.staged or all(self._traffic.role_has_slot(update.chunk, role) for role in update.staged)

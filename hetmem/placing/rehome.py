@@ -152,6 +152,7 @@ class ResidentShare:
         """End `leave`: move the homes of these chunks to the device. Raises torch.OutOfMemoryError, with nothing moved,
         if it has no room."""
         memory = self._runtime.memory
+        self._runtime.outgoing.wait_for([chunk for chunk, _ in left])
         with self._runtime.room.moving_homes():
             memories = [
                 {role: memory.device.allocate(chunk.home_nbytes(role)) for role in chunk.homes} for chunk, _ in left
@@ -217,6 +218,7 @@ class ResidentShare:
     def _move_in(self, chunk: Chunk) -> bool:
         """Move the homes of `chunk` to the device; False if its allocator has no memory, whatever the budget says."""
         memory, traffic = self._runtime.memory, self._runtime.traffic
+        self._runtime.outgoing.wait_for((chunk,))
         for role in list(chunk.homes):
             traffic.superseded(chunk, role)
         borrows = self._borrows(chunk)
@@ -237,6 +239,7 @@ class ResidentShare:
 
     def _move_back(self, chunk: Chunk) -> None:
         traffic, block = self._runtime.traffic, chunk.operand_block
+        self._runtime.outgoing.wait_for((chunk,))
         if block >= 0 and not traffic.residency.uses(block, Tier.DEVICE):
             traffic.executor.copy_homes_again([chunk])  # writes of the program to copies are detected in forwards only
         for role, home in chunk.homes.items():

@@ -115,6 +115,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "bytes_per_parameter": (home_bytes + sum(map(runtime.memory.lent.spare_bytes, Tier))) / max(1, parameters),
         "planned": None if runtime.prediction is None else dict(runtime.prediction),
         "loss": runtime.loss,
+        "between_steps": _between_steps(runtime),
         "missing": _missing(runtime, window),
         "history": past,
         "step": step_section(window, tiers, _tokens(window, past, runtime)) if window and window.whole else None,
@@ -123,6 +124,20 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "timeline": window and timeline_section(window, _block_facts(runtime), (device, staging), held),
     }
     return MemoryReport(data)
+
+
+def _between_steps(runtime: Runtime) -> dict[str, Any]:
+    """Return what saves in the background, and parking, took since the model is managed."""
+    outgoing, statistics = runtime.outgoing, runtime.statistics
+    return {
+        "saves": outgoing.saves,
+        "saved_bytes": outgoing.saved_bytes,
+        "save_seconds": outgoing.save_seconds,
+        "save_wait_seconds": outgoing.wait_seconds,
+        "parks": statistics.parks,
+        "park_seconds": statistics.park_seconds,
+        "wake_seconds": statistics.wake_seconds,
+    }
 
 
 def _head(model: torch.nn.Module) -> dict[str, Any]:

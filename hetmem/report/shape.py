@@ -107,6 +107,15 @@ _BESIDE_CHUNKS = _section(
     other_bytes=_BYTES,
     sentence=text(),
 )
+_BETWEEN_STEPS = _section(
+    saves=_COUNT,
+    saved_bytes=_BYTES,
+    save_seconds=_SECONDS,
+    save_wait_seconds=_SECONDS,
+    parks=_COUNT,
+    park_seconds=_SECONDS,
+    wake_seconds=_SECONDS,
+)
 _OF_A_BLOCK = whole(-1, 10**9)
 _SPAN = {"from_us": _MICROSECONDS, "until_us": _MICROSECONDS}
 _BLOCK = _section(
@@ -164,6 +173,7 @@ _REPORT = record(
         "updates": table_of(_BYTES, ("host", "resident")),
         "planned": or_null(_PLANNED),
         "loss": or_null(text()),
+        "between_steps": _BETWEEN_STEPS,
         "activations": or_null(_section(sentence=text())),
         "beside_chunks": or_null(_BESIDE_CHUNKS),
     },

@@ -232,7 +232,7 @@ def _summary(data: dict[str, Any]) -> str:
         f"{_number_of(data['chunks'], 'chunk')} of {format_size(data['chunk_bytes'])}, "
         f"{_share(data['chunk_waste'])} of them unused; "
         f"{data['bytes_per_parameter']:.1f} bytes per parameter{_kept(data['tiers'])}"
-        f"{_loss(data.get('loss'))}"
+        f"{_loss(data.get('loss'))}{_between_steps(data.get('between_steps'))}"
         f"{_updates(data.get('updates', {}))}{_fragments(data['tiers']['device'])}"
     )
 
@@ -246,6 +246,23 @@ _PLACES = {
 def _loss(kernel: str | None) -> str:
     """Return a line on how `hetmem.chunked_loss` computed the loss; "" if it did not."""
     return "" if kernel is None else f"\nchunked loss: {kernel}"
+
+
+def _between_steps(found: dict[str, Any] | None) -> str:
+    """Return lines on saves in the background and on parking; "" without any."""
+    lines = ""
+    if found and (saves := found["saves"]):
+        lines += "\n" + _wrapped(
+            f"{_number_of(saves, 'save')} in the background, of {format_size(found['saved_bytes'] // saves)} in "
+            f"{format_seconds(found['save_seconds'] / saves)} each; training waited "
+            f"{format_seconds(found['save_wait_seconds'])} for them in all"
+        )
+    if found and (parks := found["parks"]):
+        lines += "\n" + _wrapped(
+            f"parked {_number_of(parks, 'time')}: {format_seconds(found['park_seconds'] / parks)} to park and "
+            f"{format_seconds(found['wake_seconds'] / parks)} to wake"
+        )
+    return lines
 
 
 def _updates(updates: dict[str, int]) -> str:

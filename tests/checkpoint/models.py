@@ -55,9 +55,11 @@ class Run:
         """Steps `first` to `last` of every run."""
         return [self.step(batch) for batch in token_batches(6)[first:last]]
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, *, wait: bool = True) -> Any:
+        """The handle of a save in the background."""
         extra = {"scheduler": self.scheduler.state_dict(), "rng": torch.get_rng_state()}
-        hetmem.save(path, self.module, self.optimizer, extra)
+        options: Any = {} if wait else {"wait": False}
+        return hetmem.save(path, self.module, self.optimizer, extra, **options)
 
     def load(self, path: Path) -> None:
         extra = hetmem.load(path, self.module, self.optimizer)

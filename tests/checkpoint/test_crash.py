@@ -18,6 +18,7 @@ from torch import nn
 import hetmem
 from hetmem.checkpoint.disk import replacing
 from hetmem.errors import StoreError
+from tests.engine import harness
 from tests.forked import end_in_a_fork
 
 
@@ -109,27 +110,42 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def calls_of_a_save(path: Path) -> list[str]:
+def save_and_wait(path: Path, value: float) -> None:
+    hetmem.save(path, model(value), extra="extra")
+
+
+def save_in_the_background(path: Path, value: float) -> None:
+    managed = harness.manage(model(value), "host", path.parent)
+    hetmem.save(path, managed, extra="extra", wait=False).wait()
+
+
+Save = Callable[[Path, float], None]
+ways = pytest.mark.parametrize("save", [save_and_wait, save_in_the_background])
+
+
+def calls_of_a_save(path: Path, save: Save = save_and_wait) -> list[str]:
     with Disk(path.parent).used() as disk:
-        hetmem.save(path, model(1), extra="extra")
+        save(path, 1)
     return disk.calls
 
 
-def test_the_order_of_a_save(path: Path) -> None:
-    calls = calls_of_a_save(path)
+@ways
+def test_the_order_of_a_save(save: Save, path: Path) -> None:
+    calls = calls_of_a_save(path, save)
     assert calls[0] == "posix_fallocate"
     assert calls[-3:] == ["fsync", "replace", "fsync"]
     assert set(calls[1:-3]) == {"pwritev"}
     assert [entry.name for entry in path.parent.iterdir()] == ["c"]
 
 
-def test_a_power_failure_at_any_moment_leaves_the_old_or_the_new_one(path: Path, tmp_path: Path) -> None:
+@ways
+def test_a_power_failure_at_any_moment_leaves_the_old_or_the_new_one(save: Save, path: Path, tmp_path: Path) -> None:
     found = set()
-    for number in range(len(calls_of_a_save(path))):
+    for number in range(len(calls_of_a_save(path, save))):
         hetmem.save(path, model(1), extra="extra")
         disk = Disk(path.parent, stops_at=number, fault=power_failure)
         with disk.used(), pytest.raises(Crash):
-            hetmem.save(path, model(2), extra="extra")
+            save(path, 2)
         for data in disk.after_power_failure("c"):
             assert data is not None, "neither the old nor the new one has the name"
             (tmp_path / "after").mkdir(exist_ok=True)
@@ -146,18 +162,19 @@ def test_after_a_save_the_new_one_is_on_the_disk(path: Path, tmp_path: Path) -> 
     assert value_of(path) == 2
 
 
+@ways
 @pytest.mark.parametrize("fault", [full, broken])
 def test_an_error_of_the_disk_at_any_moment_keeps_the_old_one_and_leaves_nothing(
-    fault: Callable[[], None], path: Path
+    fault: Callable[[], None], save: Save, path: Path
 ) -> None:
-    calls = calls_of_a_save(path)
+    calls = calls_of_a_save(path, save)
     for number, call in enumerate(calls):
         hetmem.save(path, model(1), extra="extra")
         with (
             Disk(path.parent, stops_at=number, fault=fault).used(),
             pytest.raises(StoreError, match=str(path)) as caught,
         ):
-            hetmem.save(path, model(2), extra="extra")
+            save(path, 2)
         assert caught.value.errno == (errno.ENOSPC if fault is full else errno.EIO)
         if call == "pwritev":
             assert caught.match(r"cannot write \d+ bytes at offset \d+ of .* after 0 bytes")
@@ -188,18 +205,19 @@ def test_writes_that_take_less_than_asked_go_on(path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_is_killed_at_any_moment_leaves_the_old_or_the_new_one(path: Path) -> None:
+@ways
+def test_a_process_that_is_killed_at_any_moment_leaves_the_old_or_the_new_one(save: Save, path: Path) -> None:
 
     def save_on(disk: Disk) -> None:
         with disk.used():
-            hetmem.save(path, model(2), extra="extra")
+            save(path, 2)
 
     def killed_at(number: int) -> float:
         disk = Disk(path.parent, stops_at=number, fault=lambda: os.kill(os.getpid(), signal.SIGKILL))
         assert end_in_a_fork(lambda: save_on(disk)) == -signal.SIGKILL
         return value_of(path)
 
-    count = len(calls_of_a_save(path))
+    count = len(calls_of_a_save(path, save))
     assert killed_at(1) == 1
     assert len(list(path.parent.iterdir())) == 2, "it leaves a file, which the next one removes first"
     assert [killed_at(number) for number in range(count + 1)] == [1] * count + [2]

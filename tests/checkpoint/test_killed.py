@@ -40,7 +40,7 @@ if path.exists():
     first = int(run.scheduler.last_epoch)
 for number in range(first, {STEPS}):
     run.step(token_batches({STEPS})[number])
-    run.save(path)
+    run.save(path, wait=bool(not seconds or sys.argv[3] == "wait"))
     if not seconds:
         (folder / f"step {{number + 1}}").write_bytes(path.read_bytes())
 print(first, time.perf_counter() - began)
@@ -56,22 +56,22 @@ def bits(path: Path) -> str:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("way", "seed"), [("wait", 0), ("wait", 1), ("background", 2), ("background", 3)])
 def test_training_that_is_killed_at_any_moment_goes_on_with_the_same_bits(
-    seed: int, forks: Forks, tmp_path: Path
+    way: str, seed: int, forks: Forks, tmp_path: Path
 ) -> None:
     chance, whole, folder = random.Random(seed), tmp_path / "whole", tmp_path / "killed"
     for each in (whole, folder):
         (each / "nvme").mkdir(parents=True)
     with forks.that_import("numba", "torch", "hetmem", "tests.checkpoint.models") as prepared:
-        ended = prepared.run(TRAIN, str(whole), "0")
+        ended = prepared.run(TRAIN, str(whole), "0", way)
         assert ended.returncode == 0, ended.stderr
         seconds = float(ended.stdout.split()[1])
         steps = [bits(whole / f"step {number}") for number in range(1, STEPS + 1)]
         assert len({*steps}) == STEPS
         killed, seen, lost = 0, set[int](), 0
         while killed < 50:
-            ended = prepared.run(TRAIN, str(folder), str(chance.random() * seconds))
+            ended = prepared.run(TRAIN, str(folder), str(chance.random() * seconds), way)
             assert ended.returncode in (0, -9), ended.stderr
             killed += ended.returncode == -9
             assert not list((folder / "nvme").iterdir()), "the file of a killed process has a name"

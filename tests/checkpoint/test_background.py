@@ -1,0 +1,331 @@
+"""A save in the background has the bytes of one that waits, whatever is done meanwhile, or leaves the older file."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import hetmem
+from hetmem.errors import CheckpointError, ManageError, StoreError
+from tests.checkpoint.models import Run, start
+from tests.engine import harness
+from tests.forked import Forks, end_in_a_fork
+
+
+def adamw(**options: Any) -> Any:
+    return lambda module: hetmem.AdamW(module.parameters(), lr=1e-2, **options)
+
+
+class Writer:
+    """Holds back what saves write in the background, until it `may` be written; fails as told."""
+
+    def __init__(self) -> None:
+        self.may, self.error = threading.Event(), cast("OSError | None", None)
+        self.holds: Callable[[int], bool] = lambda nbytes: True
+        self._real = os.pwritev
+
+    def __call__(self, fd: int, memory: list[memoryview], offset: int) -> int:
+        if threading.current_thread().name == "hetmem-checkpoint" and self.holds(memory[0].nbytes):
+            assert self.may.wait(60)
+            if self.error is not None:
+                raise self.error
+        return self._real(fd, memory, offset)
+
+
+@pytest.fixture
+def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
+    made = Writer()
+    monkeypatch.setattr(os, "pwritev", made)
+    yield made
+    made.may.set()
+
+
+@contextmanager
+def released_after(writer: Writer, seconds: float = 0.2) -> Iterator[None]:
+    """`writer` may go on a while after the body has begun."""
+    timer = threading.Timer(seconds, writer.may.set)
+    timer.start()
+    yield
+    timer.join()
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32": ({}, {}),
+    "bf16": ({"mixed_precision": torch.bfloat16}, {}),
+    "8-bit moments": ({}, {"moments": "8bit"}),
+}
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+@pytest.mark.parametrize("placement", harness.PLACEMENTS)
+def test_a_save_at_every_step_has_the_bytes_of_one_that_waits(
+    placement: str, overlap: Any, kind: str, tmp_path: Path, writer: Writer
+) -> None:
+    """Nothing is written in the background until the next step has begun."""
+    options, own = CASES[kind]
+    files: list[list[bytes]] = []
+    for waits in (True, False):
+        run = start(tmp_path, placement, adamw(overlap=overlap, **own), **options)
+        torch.manual_seed(5)
+        handle = None
+        for number in range(4):
+            with released_after(writer, 0.02):
+                run.steps(number, number + 1)
+            if waits:
+                run.save(tmp_path / f"{waits} {number}")
+                continue
+            if handle is not None:
+                handle.wait()
+            writer.may.clear()
+            handle = run.save(tmp_path / f"{waits} {number}", wait=False)
+        writer.may.set()
+        hetmem.save(tmp_path / "last", run.module)  # waits for the one before
+        files.append([(tmp_path / f"{waits} {number}").read_bytes() for number in range(4)])
+    for number, (expected, found) in enumerate(zip(*files, strict=True)):
+        assert expected == found, f"after step {number}"
+
+
+def trained(directory: Path, placement: str = "host", **options: Any) -> Run:
+    run = start(directory, placement, adamw(**options))
+    run.steps(0, 2)
+    return run
+
+
+def write_in_place(run: Run) -> None:
+    with torch.no_grad():
+        run.module.head.weight.mul_(2)
+
+
+def write_unseen(run: Run) -> None:
+    run.module.head.weight.data.mul_(2)
+
+
+def write_by_numpy(run: Run) -> None:
+    run.module.head.weight.detach().numpy()[:] = 3
+
+
+def exchange(run: Run) -> None:
+    run.module.head.weight.data = torch.ones_like(run.module.head.weight)
+    run.step(harness.token_batches(6)[2])
+
+
+def step_by_torch(run: Run) -> None:
+    optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1)
+    run.module(*harness.token_batches(6)[2]).backward()
+    optimizer.step()
+
+
+def write_a_state(run: Run) -> None:
+    run.optimizer.state[run.module.head.weight]["exp_avg"].zero_()
+
+
+def load_a_state(run: Run) -> None:
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+
+
+def load_weights(run: Run) -> None:
+    state = {name: torch.zeros_like(value) for name, value in run.module.state_dict().items()}
+    run.module.load_state_dict(state)
+
+
+def park(run: Run) -> None:
+    with hetmem.parked(run.module):
+        pass
+    run.step(harness.token_batches(6)[2])
+
+
+def release(run: Run) -> None:
+    hetmem.release(run.module)
+    write_in_place(run)
+
+
+WRITES = [
+    write_in_place,
+    write_unseen,
+    write_by_numpy,
+    exchange,
+    step_by_torch,
+    write_a_state,
+    load_a_state,
+    load_weights,
+    park,
+    release,
+]
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("placement", harness.PLACEMENTS)
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_who_writes_waits_until_the_save_has_come_by(
+    write: Any, placement: str, tmp_path: Path, writer: Writer
+) -> None:
+    run = trained(tmp_path, placement)
+    writer.may.set()
+    run.save(tmp_path / "expected")
+    writer.may.clear()
+    handle = run.save(tmp_path / "c", wait=False)
+    assert not handle.done()
+    assert not (tmp_path / "c").exists()
+    with released_after(writer):
+        write(run)
+    handle.wait()
+    assert (tmp_path / "c").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+@pytest.mark.parametrize("placement", harness.STREAMED)
+def test_what_the_program_holds_is_written_before_the_call_returns(
+    placement: str, tmp_path: Path, writer: Writer
+) -> None:
+    run = trained(tmp_path, placement)
+    run.save(tmp_path / "expected")
+    kept, state = run.module.head.weight.data, run.optimizer.state[run.module.head.weight]["exp_avg"].view(-1)
+    handle = run.save(tmp_path / "c", wait=False)
+    kept.zero_()
+    state.zero_()
+    writer.may.set()
+    handle.wait()
+    assert (tmp_path / "c").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+@pytest.mark.parametrize("what", ["weight", "state"])
+def test_a_write_that_nothing_announced_ends_the_save_by_name(what: str, tmp_path: Path, writer: Writer) -> None:
+    run = trained(tmp_path)
+    entry = run.optimizer.state[run.module.head.weight]
+    run.save(tmp_path / "c")
+    before = (tmp_path / "c").read_bytes()
+    run.steps(2, 3)
+    handle = run.save(tmp_path / "c", wait=False)
+    if what == "weight":
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            run.module.head.weight.mul_(2)
+    else:
+        entry["exp_avg"].zero_()
+    writer.may.set()
+    with pytest.raises(CheckpointError, match=r"was not written: the program wrote to \S*embedding\.weight"):
+        handle.wait()
+    assert handle.done()
+    assert (tmp_path / "c").read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".hetmem-")] == []
+    run.steps(3, 4)  # the error was raised already
+
+
+def test_an_error_of_the_drive_is_raised_once_by_the_next_call(tmp_path: Path, writer: Writer) -> None:
+    run = trained(tmp_path)
+    writer.may.set()
+    run.save(tmp_path / "d")
+    writer.error = OSError(5, "the drive fails")
+    for call in (
+        lambda: run.steps(2, 3),
+        run.optimizer.step,
+        lambda: run.save(tmp_path / "d"),
+        lambda: hetmem.load(tmp_path / "d", run.module),
+    ):
+        writer.may.clear()
+        handle = run.save(tmp_path / "c", wait=False)
+        writer.may.set()
+        assert harness.comes_to_be(handle.done)
+        with pytest.raises(StoreError, match="the drive fails"):
+            call()
+    writer.error = None
+    run.steps(2, 3)
+    assert not (tmp_path / "c").exists()
+    run.save(tmp_path / "c")
+
+
+def test_a_full_disk_is_told_by_the_call_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained(tmp_path)
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreError, match="cannot reserve"):
+        run.save(tmp_path / "c", wait=False)
+    run.steps(2, 3)
+
+
+def test_a_save_of_a_parked_model_and_of_a_plain_one(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    run.save(tmp_path / "expected")
+    with hetmem.parked(run.module):
+        run.save(tmp_path / "c", wait=False).wait()
+    assert (tmp_path / "c").read_bytes() == (tmp_path / "expected").read_bytes()
+    plain = harness.mlp()
+    handle = hetmem.save(tmp_path / "p", plain, wait=False)
+    assert handle.done()
+    assert (tmp_path / "p").exists()
+
+
+def test_updates_wait_only_for_chunks_that_are_not_out_yet(tmp_path: Path, writer: Writer) -> None:
+    """All but one weight is written, and all are updated meanwhile but those of its chunk."""
+    run = trained(tmp_path, overlap="backward")
+    held, before = run.module.embedding.weight, {name: p._version for name, p in run.module.named_parameters()}
+    writer.holds = lambda nbytes: nbytes == held.nbytes
+    handle, updated = run.save(tmp_path / "c", wait=False), set[str]()
+
+    def look() -> None:
+        assert not handle.done()
+        updated.update(name for name, p in run.module.named_parameters() if p._version != before[name])
+        writer.may.set()
+
+    timer = threading.Timer(0.5, look)
+    timer.start()
+    run.steps(2, 3)
+    timer.join()
+    handle.wait()
+    assert "embedding.weight" not in updated
+    assert updated, "others were updated meanwhile"
+    told = hetmem.report(run.module)
+    facts = told.to_dict()["between_steps"]
+    assert (facts["saves"], facts["saved_bytes"]) == (1, (tmp_path / "c").stat().st_size)
+    assert 0.2 < facts["save_wait_seconds"] < facts["save_seconds"]
+    assert "1 save in the background, of" in str(told)
+
+
+def test_a_child_made_by_fork_is_told_where_to_ask(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    handle = run.save(tmp_path / "c", wait=False)
+
+    def ask() -> None:
+        for call in (handle.wait, handle.done):
+            with pytest.raises(ManageError, match="made by fork"):
+                call()
+
+    assert end_in_a_fork(ask) == 0
+    handle.wait()
+
+
+ENDS = """
+import sys
+from pathlib import Path
+import torch
+from tests.checkpoint.models import start
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+run = start(folder)
+run.steps(0, 1)
+run.save(folder / "expected")
+run.save(folder / "c", wait=False)
+others = start(folder)
+others.save(folder / "d", wait=False)
+(folder / "d").mkdir()
+raise ZeroDivisionError
+"""
+
+
+def test_a_process_that_ends_writes_the_file_first_and_tells_an_error(forks: Forks, tmp_path: Path) -> None:
+    """Also one that ends by an error."""
+    ended = forks.run(ENDS, str(tmp_path))
+    assert "ZeroDivisionError" in ended.stderr
+    assert (tmp_path / "c").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert f"hetmem.save('{tmp_path}/d', wait=False) has failed: [Errno 21]" in ended.stderr
