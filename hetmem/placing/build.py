@@ -254,7 +254,6 @@ def build_memory(
             capacities,
             copies=mixed_precision is not None,
             chunk_bytes=chunk_bytes,
-            in_host=joined is not None,
         )
     except NoRoom as refusal:  # a private class; users get one of `hetmem.errors`
         raise BudgetError(str(refusal)) from None
@@ -319,7 +318,7 @@ def build_memory(
 def _of_all(capacities: Capacities, joined: JoinedRanks) -> Capacities:
     """Return the capacities that all ranks have: the device of the smallest, the host memory that rank 0 sees."""
     found = joined.exchange(capacities)
-    return replace(found[0], device_bytes=min(each.device_bytes for each in found))
+    return replace(found[0], device_bytes=min(each.device_bytes for each in found), in_host=True)
 
 
 def _device_bytes(limits: Limits, device: Device) -> int:

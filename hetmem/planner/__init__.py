@@ -54,6 +54,7 @@ from hetmem.planner.model import (
 )
 from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.profiles import DEFAULT_HARDWARE, known_profiles, load_profile, profile_of
+from hetmem.planner.ranked import RanksPlan, of_ranks, refuse_options
 from hetmem.planner.states import OptimizerPlan, plan_optimizer
 from hetmem.planner.variants import changes_of, chunked_variants, of_tokens, variants_of
 from hetmem.planner.ways import cheapest_way
@@ -68,6 +69,7 @@ __all__ = [
     "OptimizerPlan",
     "Plan",
     "PlanError",
+    "RanksPlan",
     "TracedCall",
     "hugging_face_call",
     "in_bfloat16",
@@ -75,6 +77,7 @@ __all__ = [
     "load_profile",
     "plan",
     "plan_optimizer",
+    "plan_ranks",
     "plan_within",
     "trace",
     "with_adapters",
@@ -159,6 +162,16 @@ def plan(
         new_tokens=new_tokens,
         activations=activations,
     )
+
+
+def plan_ranks(
+    call: TracedCall, capacities: Capacities, hardware: HardwareProfile, ranks: int, **options: Any
+) -> RanksPlan:
+    """Plan `ranks` ranks of one machine that train one model together: `capacities.host_bytes` are the machine's, the
+    device's those of each rank. `options` are keywords of `plan`; `PlanError` for those that a group does not have."""
+    refuse_options(options, frozen=call.frozen, nvme_bytes=capacities.nvme_bytes)
+    rank = plan_within(call, replace(capacities, in_host=True), hardware, compares=False, **options)
+    return of_ranks(rank, hardware, ranks)
 
 
 @dataclass(frozen=True, slots=True)

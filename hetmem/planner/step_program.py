@@ -289,6 +289,7 @@ class Rehearsal:
         arrangement = self.arrangement
         if (
             self._how.on_host_only
+            or self._notes.capacities.in_host
             or arrangement.ground.resident
             or not self._blocks
             or not self._notes.knows_a_backward()

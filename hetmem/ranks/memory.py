@@ -153,6 +153,15 @@ class SharedPool(HostPool):
     def reserved_bytes(self, nbytes: int) -> None:
         self._words.home_bytes[0] = max(nbytes, self.reserved_bytes)  # another rank may have begun
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that homes of the group took, none of which is given back."""
+        return self.reserved_bytes
+
+    @peak_bytes.setter
+    def peak_bytes(self, nbytes: int) -> None:
+        pass  # the words have it
+
     def reserve_home(self, chunk: int, role: str, nbytes: int) -> memoryview:
         """Return the memory of the home of `role` of `chunk`, of `nbytes`. Raises `CapacityError`."""
         words, key = self._words, zlib.crc32(role.encode())

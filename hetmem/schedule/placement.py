@@ -57,7 +57,8 @@ DEVICE_SHARE = 0.5
 class Capacities:
     """Hard limits in bytes. `device_chunk_bytes` limits what chunks take of the device (None: all of it).
     `home_copies`: whether 16-bit copies have homes; None: if host memory has room for them beside gradients and three
-    states, the most that torch's optimizers keep."""
+    states, the most that torch's optimizers keep. `in_host`: whether homes are in host memory alone, as ranks share
+    them."""
 
     device_bytes: int
     host_bytes: int
@@ -66,6 +67,7 @@ class Capacities:
     device_fragment_bytes: int = 0
     """What an allocator of the device cannot use."""
     home_copies: bool | None = None
+    in_host: bool = False
 
     @property
     def usable_bytes(self) -> int:
@@ -245,7 +247,6 @@ def survey(
     roles: float = STAGED_ROLES,
     lends: bool = False,
     third_state: bool = True,
-    in_host: bool = False,
 ) -> Ground:
     """Choose chunks, slots and staging for `specs` (those numbered in `trainable` have states) within `capacities`.
 
@@ -253,8 +254,8 @@ def survey(
     = searched. `beside_bytes`: known bytes on the device beside chunks. `roles`: what the homes of a trained chunk take
     elsewhere than on the device, as a multiple of its parameters. `lends`: a few gradients are lent buffers in
     addition. `third_state`: the optimizer may keep one more state than AdamW, so NVMe is opened where only that one
-    exceeds host memory and staging still fits there. `in_host`: no home may be on the device. Raises `NoRoom` with the
-    tier, the missing bytes and the parameter that needs them.
+    exceeds host memory and staging still fits there. Raises `NoRoom` with the tier, the missing bytes and the parameter
+    that needs them.
     """
     itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
     cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
@@ -271,6 +272,7 @@ def survey(
     least_slots = min(total, _LEAST_SLOTS + max(spans.values()))
     coded = any(spec.coded_bytes for spec in specs)  # operators need values beside the codes, a few at a time
     whole = states + (least_slots if coded else total * copies) * slot_bytes
+    in_host = capacities.in_host
     fits = fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes) and not in_host
     resident, in_codes = fits and not coded, fits and coded
     if not resident:

@@ -109,7 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of an unmanaged model: hetmem.AdamW(…, budget=…); with --host-memory and --nvme of a rank",
     )
-    parser.add_argument("--ranks", type=int, help="with --optimizer-only: that fully_shard divides the model among")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="of one machine, which share the model in --host-memory; with --optimizer-only: that fully_shard divides "
+        "the model among",
+    )
     parser.add_argument("--machines", type=int, help="with --optimizer-only: that the ranks are on; default: 1")
     parser.add_argument("--offloaded", action="store_true", help="with --optimizer-only: CPUOffloadPolicy")
     parser.add_argument("-o", "--output", help="save the plan that is to be pasted as JSON")
@@ -135,10 +140,10 @@ def run(options: argparse.Namespace) -> int:
     check_output(options.write)
     if options.optimizer_only:
         return _plan_optimizer(options)
-    if options.ranks or options.machines or options.offloaded:
-        raise HetmemError(
-            "--ranks, --machines and --offloaded go with --optimizer-only: hetmem.manage is for one process"
-        )
+    if options.machines or options.offloaded:
+        raise HetmemError("--machines and --offloaded go with --optimizer-only: hetmem.manage is for one machine")
+    if options.ranks is not None and (options.output or options.write):
+        raise HetmemError("-o and --write are for plans of one process: several ranks take the code that is printed")
     collects = gc.isenabled()
     gc.disable()  # collections took a fifth of the time, and found nothing
     try:
@@ -200,6 +205,17 @@ def _planned(options: argparse.Namespace, begin: Callable[[str], None]) -> int:
     offline = planner.Offline(Path(options.hf_config)) if options.hf_config else nullcontext()
     scale = options.loss_scale
     same = "micro_batches accumulate tokens checkpointing overlap max_grad_norm real moments stochastic_rounding"
+    how: dict[str, Any] = {
+        name: getattr(options, name) for name in [*same.split(), "inference", "new_tokens", "activations"]
+    }
+    how |= {"chunk_bytes": chunk_bytes, "loss_scale": scale if scale in (None, "dynamic") else float(scale)}
+    if options.ranks is not None:
+        with offline:
+            of_ranks = planner.plan_ranks(
+                _call(options), planner.capacities_of(limits, profile), profile, options.ranks, on_stage=begin, **how
+            )
+        say(of_ranks)
+        return 0 if of_ranks.fits else 1
     key = plan_cache.key_of(vars(options), profile)
     plan = plan_cache.kept(key)
     with offline:  # tracing too may make transformers fetch what it computes with
@@ -209,11 +225,9 @@ def _planned(options: argparse.Namespace, begin: Callable[[str], None]) -> int:
                 call,
                 planner.capacities_of(limits, profile),
                 profile,
-                chunk_bytes=chunk_bytes,
                 nvme_directories=tuple(options.nvme_dir or ()),
                 on_stage=begin,
-                loss_scale=scale if scale in (None, "dynamic") else float(scale),
-                **{name: getattr(options, name) for name in [*same.split(), "inference", "new_tokens", "activations"]},
+                **how,
             )
             plan_cache.keep(key, plan)
         if options.output:

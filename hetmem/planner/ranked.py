@@ -1,0 +1,147 @@
+"""Plans of several ranks of one machine, which share homes in host memory: the peaks of a rank and of the machine, the
+bytes that host memory reads and writes in a step, and which other tool is better where the states fit the GPUs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from hetmem.base.hardware import HardwareProfile
+from hetmem.base.units import format_seconds, format_size
+from hetmem.errors import printable
+from hetmem.planner.plan import MARGIN_SHARE, Plan, PlanError
+from hetmem.planner.wording import count, wrapped
+
+_UPDATE_TRAFFIC = 7
+"""AdamW reads parameter, gradient and two moments, and writes all but the gradient."""
+_NAMES = {
+    "compute": "compute",
+    "host_to_device": "host to device",
+    "device_to_host": "device to host",
+    "host_memory": "host memory",
+    "update": "optimizer update",
+}
+_NOT_YET = {
+    "overlap": "off",
+    "moments": "float32",
+    "stochastic_rounding": False,
+    "activations": "keep",
+    "accumulate": False,
+    "tokens": None,
+    "inference": False,
+    "new_tokens": None,
+}
+"""What a group of ranks does not do yet, or a plan of one does not know, and the values that it takes."""
+
+
+@dataclass(frozen=True, repr=False)
+class RanksPlan:
+    """The predicted step of `ranks` ranks of one machine over one model. Bytes and seconds.
+
+    `rank`: the plan of one of them as if it were alone, with all homes in host memory; its `budget` is that of the
+    group: `device` of each rank, `host` of the machine. `peak_bytes`: "device" of each rank, "host" of the machine.
+    `host_bytes`: what host memory reads and writes in a step. `terms`: the busy seconds of each resource of a rank, and
+    of the host's memory, which all share; `binding` names the largest. `compute_bound_tokens`: about the tokens (or
+    rows) of a rank's batch from which on compute binds. `better`: a sentence that names a tool for models whose states
+    fit the GPUs; "" for this one.
+    """
+
+    ranks: int
+    rank: Plan
+    fits: bool
+    peak_bytes: dict[str, int]
+    host_bytes: int
+    terms: dict[str, float]
+    binding: str | None
+    step_seconds: float | None
+    compute_bound_tokens: int | None
+    better: str
+
+    def __str__(self) -> str:
+        rank = self.rank
+        if not self.fits or self.step_seconds is None or self.binding is None:
+            return f"{self.ranks} ranks, with all homes in host memory, as each alone would be:\n{rank}"
+        kind = "rows" if rank.tokens == rank.rows else "tokens"
+        lines = [
+            f"{rank.model}: {count(rank.parameters)} parameters, {self.ranks} ranks, {rank.tokens} {kind} a batch "
+            f"each, {rank.hardware}",
+            f"peaks: {format_size(self.peak_bytes['device'])} on the device of each rank, "
+            f"{format_size(self.peak_bytes['host'])} of the machine's host memory, which they share",
+            f"step: {format_seconds(self.step_seconds)}, {self._speed(kind)} in all; {_NAMES[self.binding]} binds",
+            "terms: " + ", ".join(f"{_NAMES[name]} {format_seconds(self.terms[name])}" for name in _NAMES),
+            f"host memory reads and writes {format_size(self.host_bytes)} in a step: weights for each rank, sums of "
+            f"gradients, updates",
+            f"compute binds from about {self.compute_bound_tokens} {kind} a rank on",
+        ]
+        lines += [self.better] if self.better else []
+        arguments = ", ".join(rank.keywords)
+        code = ["", f"model = hetmem.manage(model, {arguments})", rank.constructor]
+        run = f"# torchrun --nproc-per-node={self.ranks} train.py"
+        return printable("\n".join([*map(wrapped, lines), *code, run]))
+
+    __repr__ = __str__
+
+    def _speed(self, kind: str) -> str:
+        assert self.step_seconds is not None
+        return f"{count(self.ranks * self.rank.tokens * self.rank.micro_batches / self.step_seconds)} {kind}/s"
+
+
+def refuse_options(options: dict[str, Any], *, frozen: object, nvme_bytes: int) -> None:
+    """Raise `PlanError` for options that a group of ranks does not have yet."""
+    asked = [f"{name}={options[name]!r}" for name, value in _NOT_YET.items() if options.get(name, value) != value]
+    asked += ["frozen="] * (frozen is not None) + ["NVMe"] * (nvme_bytes > 0)
+    if asked:
+        raise PlanError(f"a plan of several ranks does not have {', '.join(asked)} yet: see docs/ranks.md")
+
+
+def of_ranks(rank: Plan, hardware: HardwareProfile, ranks: int) -> RanksPlan:
+    """Return the plan of `ranks` ranks of which each alone would run as `rank`, with all homes in host memory."""
+    if type(ranks) is not int or ranks < 1:
+        raise PlanError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+    peaks = {tier: rank.peak_bytes[tier] for tier in ("device", "host")}
+    if not rank.fits or rank.step_seconds is None:
+        return RanksPlan(ranks, rank, False, peaks, 0, {}, None, None, None, "")
+    link_in, out = (rank.link_bytes.get(name, 0) for name in ("host_to_device", "device_to_host"))
+    once = out // rank.micro_batches  # the gradients of one backward; all but the first of a step are added
+    sums = once * (2 * ranks * rank.micro_batches - 1)
+    updates = rank.role_bytes["host"].get("exp_avg", 0) * _UPDATE_TRAFFIC
+    updates += rank.role_bytes["host"].get("compute", 0)
+    host, rate = ranks * link_in + sums, hardware.host.traffic_bytes_per_second
+    terms = {name: rank.terms.get(name, 0.0) for name in _NAMES}
+    if ranks > 1:  # what is added comes to the device before
+        terms["host_to_device"] += once / hardware.host_to_device.bytes_per_second
+    terms["host_memory"] = (host + updates) / rate
+    alone = rank.step_seconds - terms["update"]
+    seconds = max(alone, terms["host_to_device"], host / rate) + max(terms["update"], updates / rate)
+    others = max(value for name, value in terms.items() if name != "compute")
+    bound = math.ceil(rank.tokens * others / terms["compute"]) if terms["compute"] else None
+    return RanksPlan(
+        ranks,
+        rank,
+        True,
+        peaks,
+        host + updates,
+        terms,
+        max(terms, key=lambda name: terms[name]),
+        seconds,
+        bound,
+        _better(rank, ranks),
+    )
+
+
+def _better(rank: Plan, ranks: int) -> str:
+    """Return the sentence about a tool that keeps all states on the GPUs, if these have room."""
+    homes = sum(nbytes for role, nbytes in rank.role_bytes["host"].items() if role != "staging")
+    beside, room = rank.role_bytes["device"].get("activations", 0), rank.capacity_bytes["device"]
+    if (1 + MARGIN_SHARE) * (homes + beside) <= room:
+        return (
+            "A replica with all its states fits each GPU: DistributedDataParallel is the better tool, as nothing has "
+            "to cross a link but gradients"
+        )
+    if (1 + MARGIN_SHARE) * (homes / ranks + beside + rank.slot_bytes) <= room:
+        return (
+            f"The states fit the {ranks} GPUs together: FSDP2 (fully_shard) is the better tool, as weights come from "
+            f"other GPUs and not from host memory"
+        )
+    return ""

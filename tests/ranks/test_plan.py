@@ -1,0 +1,98 @@
+"""Plans of several ranks: peaks are those of a run, and the text says what binds and which tool would be better."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import hetmem
+from hetmem import planner
+from hetmem.base.config import Budget
+from hetmem.base.hardware import ThreadCosts
+from hetmem.testing import ranks
+
+WIDTH, WORDS = 64, 512
+BUDGET = Budget(device="2MiB", host="64MiB", device_chunks="1MiB")
+CHUNK = 128 << 10
+H100 = replace(planner.load_profile("h100"), thread=ThreadCosts())
+
+
+class Model(nn.Module):
+    """Tokens [rows, tokens] to a scalar loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.flatten())
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randint(WORDS, (2, 32), generator=torch.Generator().manual_seed(rank))
+
+
+def call() -> planner.TracedCall:
+    return planner.TracedCall(Model, (batch(0),), None, torch.bfloat16)
+
+
+def planned(count: int, budget: Budget = BUDGET, **options: Any) -> planner.RanksPlan:
+    room = planner.capacities_of(budget.limits(), H100)
+    return planner.plan_ranks(call(), room, H100, count, chunk_bytes=CHUNK, **options)
+
+
+def peaks(rank: int, budget: dict[str, Any], chunk_bytes: int) -> dict[str, int]:
+    limits = Budget(**budget)
+    model = hetmem.manage(Model(), limits, device="sim", chunk_bytes=chunk_bytes, mixed_precision=torch.bfloat16)
+    optimizer = hetmem.AdamW(model.parameters())
+    for _ in range(3):
+        model(batch(rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {tier: figures["peak_bytes"] for tier, figures in hetmem.report(model).to_dict()["tiers"].items()}
+    hetmem.release(model)
+    return found
+
+
+def test_peaks_are_those_of_a_run() -> None:
+    plan = planned(2)
+    budget = {**plan.rank.budget_bytes, "device_chunks": plan.rank.device_chunks, "home_copies": plan.rank.home_copies}
+    budget["nvme"] = None
+    for found in ranks(2, peaks, budget, plan.rank.chunk_bytes):
+        assert found["host"] == plan.peak_bytes["host"], "one copy of all homes, whatever the number of ranks"
+        assert abs(found["device"] - plan.peak_bytes["device"]) <= 0.03 * found["device"]
+
+
+def test_the_terms_are_those_of_the_design() -> None:
+    one, four = planned(1), planned(4)
+    moved, out = (one.rank.link_bytes[link] for link in ("host_to_device", "device_to_host"))
+    assert four.host_bytes - one.host_bytes == 3 * moved + 6 * out
+    assert four.peak_bytes == one.peak_bytes
+    share = four.terms["host_memory"] / one.terms["host_memory"]
+    assert share == pytest.approx(four.host_bytes / one.host_bytes)
+    others = max(seconds for name, seconds in four.terms.items() if name != "compute")
+    assert four.compute_bound_tokens == math.ceil(four.rank.tokens * others / four.terms["compute"])
+
+
+def test_what_fits_the_gpus_is_sent_elsewhere_and_what_a_group_has_not_is_refused() -> None:
+    texts = [str(planned(4, Budget(device=device, host="64MiB"))) for device in ("2MiB", "4MiB", "1GiB")]
+    assert "better tool" not in texts[0]
+    assert "FSDP2 (fully_shard) is the better tool" in " ".join(texts[1].split())
+    assert "DistributedDataParallel is the better tool" in " ".join(texts[2].split())
+    with pytest.raises(planner.PlanError, match="does not have overlap='backward', NVMe yet"):
+        planned(2, Budget(device="2MiB", host="64MiB", nvme="1GiB", nvme_dir="/tmp"), overlap="backward")
+    with pytest.raises(planner.PlanError, match="ranks must be a whole number"):
+        planned(0)
