@@ -19,7 +19,7 @@ from itertools import groupby
 
 import numpy as np
 
-from hetmem.base.units import format_size
+from hetmem.base.units import format_size, round_up
 from hetmem.errors import CapacityError
 from hetmem.memory.host_memory import PAGE_BYTES, HostPool, Loan, Mapping, address_of
 from hetmem.ranks.words import Words
@@ -142,7 +142,14 @@ class SharedPool(HostPool):
     def __init__(self, capacity_bytes: int, mapping: SharedMapping, words: Words, descriptor: int) -> None:
         self._words, self._descriptor = words, descriptor
         weakref.finalize(self, os.close, descriptor)
+        self._asked_bytes = 0
         super().__init__(capacity_bytes, mapping)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may still be reserved, beside the homes that this rank has asked for: others, of which another
+        rank may have some already, are the same."""
+        return self._reserved_up_to() - self._asked_bytes
 
     @property
     def reserved_bytes(self) -> int:
@@ -166,6 +173,7 @@ class SharedPool(HostPool):
         """Return the memory of the home of `role` of `chunk`, of `nbytes`. Raises `CapacityError`."""
         words, key = self._words, zlib.crc32(role.encode())
         with self._locked():
+            self._asked_bytes += round_up(nbytes, PAGE_BYTES)
             table = words.table[: int(words.table_rows[0])]
             for number, kind, offset, size in table:
                 if (number, kind) == (chunk, key):
