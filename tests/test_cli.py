@@ -236,7 +236,7 @@ def test_the_doctor_says_what_works_and_how_to_mend_the_rest(
 ) -> None:
     assert main(["doctor", "--nvme-dir", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    for what in ("versions", "host update", "host", "drive"):
+    for what in ("versions", "host update", "host", "shared memory", "drive"):
         assert f"ok   {what} " in said
     for what in ("GPU", "GPU kernels"):
         assert f"{'ok  ' if torch.cuda.is_available() else '--  '} {what} " in said
@@ -247,6 +247,18 @@ def test_the_doctor_says_what_works_and_how_to_mend_the_rest(
     if Path("/dev/shm").is_mount():
         assert main(["doctor", "--nvme-dir", "/dev/shm"]) == 1
         assert "tmpfs" in capsys.readouterr().out
+
+
+def test_the_doctor_says_where_ranks_cannot_share_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(process: int, descriptor: int) -> int:
+        raise PermissionError(13, "Permission denied", f"/proc/{process}/fd/{descriptor}")
+
+    monkeypatch.setattr("hetmem.tools.doctor.open_file", refused)
+    assert main(["doctor"]) == 0
+    assert "--   shared memory" in (said := capsys.readouterr().out)
+    assert "several ranks cannot share a model here" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(("generation", "lanes", "rate"), [(5, 16, 63), (4, 16, 32), (5, 8, 32)])

@@ -54,6 +54,8 @@ class SharedMapping(Mapping):
                 f"cannot map {format_size(nbytes)} of host memory twice, for a group of ranks: {error}. Lower "
                 f"Budget(host=…), or allow it (vm.overcommit_memory, ulimit -v)"
             ) from error
+        with contextlib.suppress(OSError):  # a kernel without huge pages of shared memory: only slower
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self.address = address_of(memoryview(self._pages))
         self.private_address = address_of(memoryview(self._private))
