@@ -2,7 +2,7 @@
 
 A framework is imported only when its function is called, and nothing in it is patched: `for_trainer` and
 `layer_by_layer` are for the `Trainer` of transformers and those of TRL, `LightningCallback` for Lightning; accelerate
-needs neither.
+needs neither. `among_ranks` is for all four of them, where several ranks train a model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -20,13 +20,14 @@ import torch
 import hetmem
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
+from hetmem.intercept import registry
 from hetmem.losses import while_training
 from hetmem.report.live import Watch, watch
 
 if TYPE_CHECKING:
     import transformers
 
-__all__ = ["LightningCallback", "for_trainer", "layer_by_layer", "scalars", "write"]  # noqa: F822 - by `__getattr__`
+__all__ = ["LightningCallback", "among_ranks", "for_trainer", "layer_by_layer", "scalars", "write"]  # noqa: F822 - by `__getattr__`
 
 _watched: WeakKeyDictionary[Runtime, Watch] = WeakKeyDictionary()
 
@@ -80,6 +81,66 @@ def _save(model: torch.nn.Module, report: str | os.PathLike[str] | None) -> None
     """Save the report of `model` to the path `report`, if given."""
     if report is not None:
         hetmem.report(model).save(report)
+
+
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+
+@cache
+def among_ranks(kind: Any) -> Any:
+    """Return a subclass of `kind` for the ranks of torchrun that train a managed model together: it does not wrap that
+    in `DistributedDataParallel`, as hetmem adds gradients up itself.
+
+    `kind`: the `Trainer` of transformers or one of TRL, accelerate's `Accelerator`, or Lightning's `DDPStrategy`.
+    Batches are divided among ranks, and numbers gathered, as `kind` does it; other models are wrapped as before. Raises
+    `ManageError` for another class.
+    """
+    if hasattr(kind, "create_accelerator_and_postprocess"):
+
+        class RanksTrainer(kind):  # type: ignore[misc, unused-ignore]
+            """A trainer whose accelerator leaves managed models as they are."""
+
+            def create_accelerator_and_postprocess(self) -> None:
+                super().create_accelerator_and_postprocess()
+                self.accelerator.prepare_model = partial(_prepared, self.accelerator.prepare_model)
+
+            def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+                if grad_norm is None:  # as clipping to infinity would return it, which writes to all gradients
+                    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                    grad_norm = torch.nn.utils.get_total_norm(gradients)
+                return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+        return RanksTrainer
+    if hasattr(kind, "prepare_model"):
+
+        class RanksAccelerator(kind):  # type: ignore[misc, unused-ignore]
+            """An accelerator that leaves managed models as they are."""
+
+            def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
+                return _prepared(super().prepare_model, *args, **kwargs)
+
+        return RanksAccelerator
+    if hasattr(kind, "_setup_model"):
+
+        class RanksStrategy(kind):  # type: ignore[misc, unused-ignore]
+            """A strategy that leaves managed models as they are."""
+
+            def _setup_model(self, model: torch.nn.Module) -> Any:
+                return model if _is_managed(model) else super()._setup_model(model)
+
+        return RanksStrategy
+    raise ManageError(f"among_ranks takes a Trainer, accelerate's Accelerator or Lightning's DDPStrategy, got {kind!r}")
+
+
+def _prepared(
+    prepare: Callable[..., Any], model: Any, device_placement: Any = None, evaluation_mode: Any = False
+) -> Any:
+    """Call `prepare`, a `prepare_model`: as for an evaluation, which wraps nothing, if `model` is managed."""
+    return prepare(model, device_placement, evaluation_mode or _is_managed(model))
+
+
+def _is_managed(model: torch.nn.Module) -> bool:
+    return bool(registry.managed_among(model.parameters()))
 
 
 # ---- transformers and TRL -------------------------------------------------------------------------------------------
