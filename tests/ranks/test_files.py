@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hetmem
 from hetmem.errors import CheckpointError, PeerError, StoreError
@@ -21,9 +23,12 @@ BUDGET = hetmem.Budget(device="16MiB", host="64MiB", device_chunks="2MiB")
 class Trains:
     """A model and its optimizer, in a group or alone, that begin with other weights at each `seed`."""
 
-    def __init__(self, seed: int, count: int) -> None:
+    def __init__(self, seed: int, count: int, *, trains_all: bool = False) -> None:
         mixed = None if count == 3 else torch.bfloat16  # which a hook divides exactly by 2 and 4 alone
         made = PROGRAM.made()
+        if trains_all:  # torch's checkpoints have states of all trained weights, or of none
+            made.unused.requires_grad_(False)
+            made.odd.requires_grad_(False)
         with torch.no_grad():
             for p in made.parameters():
                 p += seed / 64
@@ -121,3 +126,30 @@ def check_errors(told: list[list[str]], count: int) -> None:
     for finder, texts in ((found[0], damaged), (count - 1, lacking)):
         for rank in {*range(count)} - {finder}:
             assert texts[rank].startswith(f"PeerError: rank {finder} has failed in the check of hetmem.load: "), texts
+
+
+def saves_by_torch(rank: int, count: int, folder: str) -> dict[str, torch.Tensor]:
+    trains = Trains(0, count, trains_all=True)
+    trains.step(0, [rank])
+    model, optimizer = get_state_dict(trains.model, trains.optimizer)
+    torch.distributed.checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    return trains.values()
+
+
+def loads_by_torch(rank: int, count: int, folder: str) -> dict[str, torch.Tensor]:
+    trains = Trains(1, count, trains_all=True)
+    model, optimizer = get_state_dict(trains.model, trains.optimizer)
+    found = {"model": model, "optimizer": optimizer}
+    torch.distributed.checkpoint.load(found, checkpoint_id=folder)
+    set_state_dict(trains.model, trains.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    loaded = trains.values()
+    trains.step(1, [0])  # what was loaded is home, and alike on all ranks
+    return loaded
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2), (1, 2), (2, 1)])
+def test_a_checkpoint_of_torch_is_loaded_by_another_number_of_ranks(saving: int, loading: int, tmp_path: Path) -> None:
+    saved = ranks(saving, saves_by_torch, 2, str(tmp_path))
+    for found in ranks(loading, loads_by_torch, 2, str(tmp_path)):
+        assert difference(found, saved[0]) == []
