@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all gpu fake-gpu lint typecheck docs site bench clean
+.PHONY: help demo test test-all test-ranks gpu fake-gpu lint typecheck docs site bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,7 +26,7 @@ PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 4 --dist workste
     -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 # Tests start hundreds of processes, which need not compile hetmem and the tests each.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-ranks: export PYTHONDONTWRITEBYTECODE :=
 
 # Of tests with many cases one third, which the commit chooses: the next commits run the others.
 test: $(STAMP)  ## run the tests
@@ -40,6 +40,9 @@ test-all: $(STAMP)  ## run every case of them, with new random programs and the 
 	    $(PYTEST) --all-cases --programs fresh $(ARGS) && \
 	    $(if $(ARGS),:,$(PYTEST) --unwatched tests/engine tests/intercept tests/optim) && \
 	    $(if $(ARGS),:,$(RUN) -m tests.cuda.verified $$kernels)
+
+test-ranks: $(STAMP)  ## run every case of the tests of several ranks, in six minutes at most on two cores
+	$(PYTEST) --all-cases tests/ranks tests/test_example_ranks.py $(ARGS)
 
 lint: $(STAMP) typecheck  ## check style, format and types
 	$(RUN) -m ruff check .

@@ -278,6 +278,7 @@ def _agree(
 
     names = ("mixed_precision", "chunk_bytes", "sanitize", "plan", "activations", "frozen")
     options = {name: getattr(asked, name) for name in names}
+    joined.together("manage the model", lambda: alike.refuse_wrapped(module))
     joined.together(
         "manage the model",
         lambda: alike.refuse(budget, options, simulated=isinstance(accelerator, SimDevice)),

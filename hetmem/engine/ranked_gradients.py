@@ -134,6 +134,7 @@ class RankedGradients:
                 self._flying.clear()
                 self._count(-self._bytes)
                 return
+            self._ranks.figures.ended_backward(self._turns.backward)
             if not self._compared:
                 self._compare_here()
             self._turns.end()

@@ -243,6 +243,8 @@ class StepSegments:
                 runtime.writes.notice_all(seen=seen)
             key, size, tokens = signature(module, leaves, names, held=runtime.memory.device.watched)
             runtime.events.begin_forward(tokens, trains=torch.is_grad_enabled())
+            if runtime.memory.ranks is not None:
+                runtime.memory.ranks.figures.first_batch(leaf for leaf in leaves if type(leaf) is torch.Tensor)
         return key, size
 
     def begin_forward(self, key: tuple[Hashable, ...], size: int) -> bool:

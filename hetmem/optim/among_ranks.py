@@ -33,7 +33,7 @@ class RankedSteps:
     def __init__(self, interception: Interception, ranks: Ranks) -> None:
         gradients = interception.gradients.ranked
         assert gradients is not None, "it is made with the ranks"
-        self._gradients, self._ranks = gradients, ranks
+        self._gradients, self._ranks, self._engine = gradients, ranks, interception.runtime.traffic.engine
 
     def place(self) -> AbstractContextManager[None]:
         """Return a context in which the other ranks know that this one is in a step."""
@@ -51,6 +51,7 @@ class RankedSteps:
         self._gradients.compare()
         self._gradients.writes.bring_home()
         self._ranks.words.steps[self._ranks.rank] += 1
+        self._ranks.figures.began_step({link.value: use.bytes for link, use in self._engine.links().items()})
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have computed their part of `what`."""

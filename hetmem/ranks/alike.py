@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hetmem.base.config import VERSION, Budget
+from hetmem.errors import ManageError
 from hetmem.ranks.group import not_yet
 
 
@@ -26,6 +27,16 @@ def facts(module: torch.nn.Module, budget: Budget | None, options: Mapping[str, 
         found.append((name, f"{tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {grad}"))
     found += [(name, f"{tuple(buffer.shape)} {buffer.dtype}") for name, buffer in module.named_buffers()]
     return found
+
+
+def refuse_wrapped(module: torch.nn.Module) -> None:
+    """Raise `ManageError` if `module`, or a part of it, is wrapped for gradients to be added up between processes."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.parallel.DistributedDataParallel):
+            raise ManageError(
+                f"{name or 'the model'} is a DistributedDataParallel: leave it out, as ranks that share a model add "
+                f"gradients up themselves; or give hetmem.manage group=False"
+            )
 
 
 def refuse(budget: Budget | None, options: Mapping[str, Any], *, simulated: bool) -> None:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from hetmem.cpu.workers import TILE_ELEMENTS
 from hetmem.errors import ManageError, PeerError
+from hetmem.ranks.figures import Figures
 from hetmem.ranks.memory import SharedPool
 from hetmem.ranks.saves import Saves
 from hetmem.ranks.waits import Waits, never
@@ -23,6 +24,7 @@ class Ranks:
         self.rank, self.count = rank, count
         self.words, self.waits, self.pool = words, waits, pool
         self.saves = Saves(rank, words, waits)
+        self.figures = Figures(words, rank)
 
     def own(self, chunk: int, start: int, end: int) -> list[slice]:
         """Return the parts of elements [start, end) of `chunk` that this rank computes, counted from `start`: tile j of

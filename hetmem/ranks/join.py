@@ -135,7 +135,7 @@ def join(group: Any) -> JoinedRanks | None:
     found = _found(group)
     if found is None:
         return None
-    if dist.get_rank(found) < 0:
+    if found is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(found) < 0:
         raise ManageError("this process is in none of the ranks of group=: call manage there only, or with group=False")
     return JoinedRanks(found) if dist.get_world_size(found) > 1 else None
 
@@ -149,7 +149,7 @@ def _found(group: Any) -> Any:
             if group.ndim != 1:
                 raise ManageError(f"group= has {group.ndim} dimensions: give it one of them, mesh[name]")
             return group.get_group()
-        if not isinstance(group, dist.ProcessGroup):
+        if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
             raise ManageError(
                 f"group must be None, False, a ProcessGroup or a DeviceMesh of one dimension, got {group!r}"
             )

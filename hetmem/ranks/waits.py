@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from hetmem.errors import PeerError
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.ranks.figures import Figures
 from hetmem.ranks.words import Words, fence
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
@@ -44,6 +45,7 @@ class Waits:
             descriptor = os.pidfd_open(processes[other])
             self._rank_of[descriptor] = other
             self._deaths.register(descriptor, select.POLLIN)
+        self._figures = Figures(words, rank)
         self.place = "outside of backwards and steps"
         words.set_place(rank, self.place)
         self._circle: tuple[float, list[int], list[int]] | None = None
@@ -100,6 +102,7 @@ class Waits:
         before = words.place(rank)  # perhaps of a wait that serves this one
         words.set_place(rank, f"{self.place}, awaits {what}")
         pause, since = _FIRST_PAUSE, time.monotonic()
+        polled = since
         looks, seen = since + _LOOK_SECONDS, [*words.signs]
         try:
             while not reached():
@@ -109,6 +112,8 @@ class Waits:
                 words.polls[rank] += 1
                 time.sleep(pause)
                 pause, now = min(2 * pause, _LONGEST_PAUSE), time.monotonic()
+                self._figures.waited(self.place, now - polled)
+                polled = now
                 if now >= looks:
                     looks = now + _LOOK_SECONDS
                     if (signs := [*words.signs]) != seen:

@@ -51,6 +51,10 @@ class Words:
         self.has_left, self.steps = self._array((ranks,)), self._array((ranks,))
         self.has_gradient = self._array((ranks, parameters), np.uint8)
         """Whether `p.grad` was there as the rank entered its last backward or step."""
+        self.waited, self.waited_for = self._array((ranks, 3)), self._array((ranks, ranks))
+        self.computed, self.last, self.batch, self.step_nanoseconds = (self._array((ranks,)) for _ in range(4))
+        self.moved = self._array((ranks, 2))
+        """See `figures`."""
         self.handed_out = self._array((ranks,))
         """Whether the program of a rank ever got the states of the optimizer that steps."""
         self.saves, self.saved = self._array((_SAVES, 2)), self._array((1,))

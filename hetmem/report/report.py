@@ -116,6 +116,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "planned": None if runtime.prediction is None else dict(runtime.prediction),
         "loss": runtime.loss,
         "between_steps": _between_steps(runtime),
+        "ranks": _ranks(runtime),
         "missing": _missing(runtime, window),
         "history": past,
         "step": step_section(window, tiers, _tokens(window, past, runtime)) if window and window.whole else None,
@@ -138,6 +139,14 @@ def _between_steps(runtime: Runtime) -> dict[str, Any]:
         "park_seconds": statistics.park_seconds,
         "wake_seconds": statistics.wake_seconds,
     }
+
+
+def _ranks(runtime: Runtime) -> dict[str, Any] | None:
+    """Return the figures of all ranks that train the model with this one; None if none do."""
+    ranks = runtime.memory.ranks
+    if ranks is None:
+        return None
+    return {"own": ranks.rank, "rows": ranks.figures.rows(), "remarks": ranks.figures.remarks()}
 
 
 def _head(model: torch.nn.Module) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from hetmem.base.schema import (
     text,
     whole,
 )
+from hetmem.ranks.figures import LINKS, PLACES
 from hetmem.report.step import TERM_NAMES
 from hetmem.schedule.blocks import Link
 
@@ -116,6 +117,17 @@ _BETWEEN_STEPS = _section(
     park_seconds=_SECONDS,
     wake_seconds=_SECONDS,
 )
+_RANK = _section(
+    rank=_COUNT,
+    steps=_COUNT,
+    backwards=_COUNT,
+    step_seconds=_SECONDS,
+    wait_seconds=table_of(_SECONDS, PLACES),
+    waited_for_seconds=list_of(_SECONDS),
+    last_in_backwards=_COUNT,
+    bytes=table_of(_BYTES, LINKS),
+)
+_RANKS = _section(own=_COUNT, rows=list_of(_RANK), remarks=list_of(text()))
 _OF_A_BLOCK = whole(-1, 10**9)
 _SPAN = {"from_us": _MICROSECONDS, "until_us": _MICROSECONDS}
 _BLOCK = _section(
@@ -174,6 +186,7 @@ _REPORT = record(
         "planned": or_null(_PLANNED),
         "loss": or_null(text()),
         "between_steps": _BETWEEN_STEPS,
+        "ranks": or_null(_RANKS),
         "activations": or_null(_section(sentence=text())),
         "beside_chunks": or_null(_BESIDE_CHUNKS),
     },

@@ -23,6 +23,8 @@ def table(data: dict[str, Any]) -> str:
     """Return the report for a terminal: plain text without colours, at most 88 columns."""
     head = f"{data['model']}, {data['parameters']:,} parameters, {data['created_at'][:16].replace('T', ' ')} UTC"
     parts = [f"{_wrapped(head)}\n{_wrapped(made_with(data))}", _tiers(data), _links(data)]
+    if data.get("ranks") is not None:
+        parts.append(_ranks(data["ranks"]))
     if data["step"] is not None:
         parts.append(_step(data))
     if data.get("planned") is not None:
@@ -150,6 +152,25 @@ def _links(data: dict[str, Any]) -> str:
         rate = f"{format_size(link['bytes'] / link['seconds'])}/s" if link["seconds"] else "-"
         rows.append([name, format_size(link["bytes"]), format_seconds(link["seconds"]), rate])
     return grid(["link, all steps", "moved", "busy", "rate"], rows)
+
+
+def _ranks(ranks: dict[str, Any]) -> str:
+    rows = []
+    for row in ranks["rows"]:
+        waits, others = row["wait_seconds"], row["waited_for_seconds"]
+        longest = max(range(len(others)), key=others.__getitem__)
+        rows.append(
+            [
+                f"{row['rank']}{' (own)' if row['rank'] == ranks['own'] else ''}",
+                format_seconds(row["step_seconds"]),
+                *(format_seconds(seconds) for seconds in waits.values()),
+                str(longest) if others[longest] else "-",
+                *map(format_size, row["bytes"].values()),
+            ]
+        )
+    head = ["rank", "a step", "backward", "step", "else", "for", "to device", "from it"]
+    sentence = "Of each rank: its last step; its waits for others, by place, and for whom it has waited most; bytes."
+    return "\n\n".join([grid(head, rows), *map(_wrapped, [sentence, *ranks["remarks"]])])
 
 
 def _step(data: dict[str, Any]) -> str:
