@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +37,17 @@ class JoinedRanks:
     def __init__(self, group: Any) -> None:
         self._group = group
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+
+    def await_all(self) -> None:
+        """Wait until all ranks are here. Raises `PeerError`, which names those that are not, as far as the group's
+        backend can tell."""
+        if dist.get_backend(self._group) != "gloo":
+            return
+        patience = timedelta(seconds=rank_timeout_seconds() or _PATIENCE_SECONDS)
+        try:
+            dist.monitored_barrier(self._group, patience, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise PeerError(f"not all ranks have come to hetmem.manage (HETMEM_RANK_TIMEOUT): {error}") from error
 
     def exchange(self, mine: T) -> list[T]:
         """Return what each rank gives, by rank."""
@@ -137,7 +149,11 @@ def join(group: Any) -> JoinedRanks | None:
         return None
     if found is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(found) < 0:
         raise ManageError("this process is in none of the ranks of group=: call manage there only, or with group=False")
-    return JoinedRanks(found) if dist.get_world_size(found) > 1 else None
+    if dist.get_world_size(found) == 1:
+        return None
+    joined = JoinedRanks(found)
+    joined.await_all()
+    return joined
 
 
 def _found(group: Any) -> Any:

@@ -31,9 +31,9 @@ def told(what: Callable[[], object]) -> str:
 
 
 class Trains:
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
-        self.model = hetmem.manage(PROGRAM.made(), BUDGET, device="sim", chunk_bytes="256KiB")
+        self.model = hetmem.manage(PROGRAM.made(), BUDGET, device="sim", chunk_bytes="256KiB", group=group)
         self.optimizer = hetmem.AdamW(self.model.parameters(), lr=1e-2)
 
     def backward(self, model: torch.nn.Module | None = None) -> None:
@@ -70,6 +70,12 @@ def stories(rank: int, folder: str) -> dict[str, str]:
     of_rank_1 = dist.new_group([1])
     found["not in the group"] = told(lambda: hetmem.manage(PROGRAM.made(), BUDGET, device="sim", group=of_rank_1))
 
+    os.environ["HETMEM_RANK_TIMEOUT"] = "2"
+    both = dist.new_group([0, 1])  # whose connections end with that
+    found["not on all ranks"] = "" if rank else told(lambda: Trains(rank, both))
+    os.environ["HETMEM_RANK_TIMEOUT"] = "60"
+
+    dist.barrier()
     trains = Trains(rank)
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -95,6 +101,7 @@ def test_bad_inputs(tmp_path: Path) -> None:
         ("wrapped", ManageError, "is called by torch's DistributedDataParallel, .*: leave it out"),
         ("wrapped inside", ManageError, "the model is a DistributedDataParallel: leave it out"),
         ("not in the group", ManageError, "this process is in none of the ranks of group="),
+        ("not on all ranks", PeerError, r"not all ranks have come to hetmem.manage .*Ranks? 1 failed"),
         ("killed before a load", PeerError, "rank 1 has died or ended. rank 0: the begin of loading"),
     ):
         text = found.pop(name)
