@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -70,31 +69,43 @@ def by_hand(rank: int) -> Any:
     return told(model)
 
 
-def by_the_trainer(rank: int, folder: str) -> Any:
+def trainer_of(model: torch.nn.Module, folder: str, steps: int) -> Any:
     transformers = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
-    )
-    torch.manual_seed(1)
-    model = managed(transformers.LlamaForCausalLM(config))
     arguments = transformers.TrainingArguments(
         folder,
-        max_steps=STEPS,
+        max_steps=steps,
         use_cpu=True,
         report_to=[],
         per_device_train_batch_size=2,
         save_steps=1,
         logging_steps=1,
+        lr_scheduler_type="constant",
     )
     rows = torch.randint(32, (16, 8), generator=torch.Generator().manual_seed(2))
-    trainer = among_ranks(transformers.Trainer)(
-        model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows], **for_trainer(arguments)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return among_ranks(transformers.Trainer)(model, arguments, train_dataset=data, **for_trainer(arguments))
+
+
+def by_the_trainer(rank: int, folder: str) -> Any:
+    """Trains a step less, and goes on from the checkpoint with another model."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
     )
-    assert trainer.accelerator.num_processes == 2
-    trainer.train()
-    assert trainer.model_wrapped is model
-    assert rank or os.path.isdir(f"{folder}/checkpoint-{STEPS}")
-    return told(model)
+    found = []
+    for path, steps in ((f"{folder}/whole", (STEPS,)), (f"{folder}/parts", (STEPS - 1, STEPS))):
+        for at in steps:
+            torch.manual_seed(1)
+            model = managed(transformers.LlamaForCausalLM(config))
+            trainer = trainer_of(model, path, at)
+            assert trainer.accelerator.num_processes == 2
+            trainer.train(resume_from_checkpoint=at == STEPS > steps[0])
+            assert trainer.model_wrapped is model
+            weights = [p.detach().clone() for p in model.parameters()]
+            hetmem.release(model)
+        found.append(weights)
+    assert all(map(torch.equal, *found))
+    return found[0], STEPS
 
 
 def by_trl(rank: int, folder: str) -> Any:
