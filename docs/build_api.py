@@ -32,6 +32,7 @@ ELSEWHERE = (
     "hetmem.schedule.blocks:CopyFacts",
     "hetmem.planner.plan:Plan",
     "hetmem.planner.states:OptimizerPlan",
+    "hetmem.planner.ranked:RanksPlan",
     "hetmem.planner.plan:PlanError",
     "hetmem.planner:load_profile",
     "hetmem.planner:known_profiles",

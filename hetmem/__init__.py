@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hetmem.checkpoint import export_weights, latest, load, load_weights, save
     from hetmem.losses import chunked_loss
     from hetmem.parking import park, parked, unpark
+    from hetmem.planner import plan_ranks
     from hetmem.planner.states import plan_optimizer
 
     plan = planner.plan  # imported by name, mypy takes it for the module planner.plan
@@ -57,6 +58,7 @@ __all__ = [
     "parked",
     "plan",
     "plan_optimizer",
+    "plan_ranks",
     "progress",
     "release",
     "report",
@@ -74,7 +76,7 @@ def __getattr__(name: str) -> Any:
         from hetmem.accumulation import accumulate
 
         return accumulate
-    if name in ("plan", "plan_optimizer"):
+    if name in ("plan", "plan_optimizer", "plan_ranks"):
         from hetmem import planner  # planning costs more to import than training does
 
         return getattr(planner, name)

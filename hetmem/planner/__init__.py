@@ -78,6 +78,7 @@ __all__ = [
     "plan",
     "plan_optimizer",
     "plan_ranks",
+    "plan_ranks_within",
     "plan_within",
     "trace",
     "with_adapters",
@@ -165,10 +166,47 @@ def plan(
 
 
 def plan_ranks(
+    build_model: Builder,
+    batch: Any,
+    ranks: int,
+    budget: Budget | None = None,
+    hardware: HardwareProfile | str | os.PathLike[str] | None = None,
+    *,
+    loss: Callable[[Any], torch.Tensor] | Literal["chunked"] | None = None,
+    mixed_precision: Precision | None = None,
+    chunk_bytes: int | str | None = None,
+    micro_batches: int | None = None,
+    checkpointing: bool = False,
+    max_grad_norm: float | None = None,
+    loss_scale: float | Literal["dynamic"] | None = None,
+    real: bool = False,
+) -> RanksPlan:
+    """Plan a step of `ranks` ranks of one machine that train one model together, as `manage` does under torchrun.
+
+    `batch` and `micro_batches` are those of one rank, and `budget` is as for `manage`: `host` of the machine, `device`
+    of each rank. Other arguments, and errors, are those of `plan`; what a group of ranks does not have yet is a
+    `PlanError`.
+    """
+    refuse_budget(budget)
+    profile, limits = profile_of(hardware), (budget or Budget()).limits()
+    return plan_ranks_within(
+        TracedCall(build_model, batch, loss, precision_of(mixed_precision)),
+        capacities_of(limits, profile),
+        profile,
+        ranks,
+        chunk_bytes=None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes"),
+        micro_batches=micro_batches,
+        checkpointing=checkpointing,
+        max_grad_norm=max_grad_norm,
+        loss_scale=loss_scale,
+        real=real,
+    )
+
+
+def plan_ranks_within(
     call: TracedCall, capacities: Capacities, hardware: HardwareProfile, ranks: int, **options: Any
 ) -> RanksPlan:
-    """Plan `ranks` ranks of one machine that train one model together: `capacities.host_bytes` are the machine's, the
-    device's those of each rank. `options` are keywords of `plan`; `PlanError` for those that a group does not have."""
+    """Plan as `plan_ranks` does, with `capacities` in bytes. `options` are keywords of `plan`."""
     refuse_options(options, frozen=call.frozen, nvme_bytes=capacities.nvme_bytes)
     rank = plan_within(call, replace(capacities, in_host=True), hardware, compares=False, **options)
     return of_ranks(rank, hardware, ranks)

@@ -211,7 +211,7 @@ def _planned(options: argparse.Namespace, begin: Callable[[str], None]) -> int:
     how |= {"chunk_bytes": chunk_bytes, "loss_scale": scale if scale in (None, "dynamic") else float(scale)}
     if options.ranks is not None:
         with offline:
-            of_ranks = planner.plan_ranks(
+            of_ranks = planner.plan_ranks_within(
                 _call(options), planner.capacities_of(limits, profile), profile, options.ranks, on_stage=begin, **how
             )
         say(of_ranks)

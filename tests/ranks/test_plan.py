@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hetmem
-from hetmem import planner
-from hetmem.base.config import Budget
-from hetmem.base.hardware import ThreadCosts
+from hetmem.planner.plan import PlanError
+from hetmem.planner.ranked import RanksPlan
 from hetmem.testing import ranks
 
 WIDTH, WORDS = 64, 512
-BUDGET = Budget(device="2MiB", host="64MiB", device_chunks="1MiB")
+BUDGET = hetmem.Budget(device="2MiB", host="64MiB", device_chunks="1MiB")
 CHUNK = 128 << 10
-H100 = replace(planner.load_profile("h100"), thread=ThreadCosts())
 
 
 class Model(nn.Module):
@@ -45,17 +42,12 @@ def batch(rank: int) -> Tensor:
     return torch.randint(WORDS, (2, 32), generator=torch.Generator().manual_seed(rank))
 
 
-def call() -> planner.TracedCall:
-    return planner.TracedCall(Model, (batch(0),), None, torch.bfloat16)
-
-
-def planned(count: int, budget: Budget = BUDGET, **options: Any) -> planner.RanksPlan:
-    room = planner.capacities_of(budget.limits(), H100)
-    return planner.plan_ranks(call(), room, H100, count, chunk_bytes=CHUNK, **options)
+def planned(count: int, budget: hetmem.Budget = BUDGET) -> RanksPlan:
+    return hetmem.plan_ranks(Model, batch(0), count, budget, chunk_bytes=CHUNK, mixed_precision=torch.bfloat16)
 
 
 def peaks(rank: int, budget: dict[str, Any], chunk_bytes: int) -> dict[str, int]:
-    limits = Budget(**budget)
+    limits = hetmem.Budget(**budget)
     model = hetmem.manage(Model(), limits, device="sim", chunk_bytes=chunk_bytes, mixed_precision=torch.bfloat16)
     optimizer = hetmem.AdamW(model.parameters())
     for _ in range(3):
@@ -88,11 +80,11 @@ def test_the_terms_are_those_of_the_design() -> None:
 
 
 def test_what_fits_the_gpus_is_sent_elsewhere_and_what_a_group_has_not_is_refused() -> None:
-    texts = [str(planned(4, Budget(device=device, host="64MiB"))) for device in ("2MiB", "4MiB", "1GiB")]
+    texts = [str(planned(4, hetmem.Budget(device=device, host="64MiB"))) for device in ("2MiB", "4MiB", "1GiB")]
     assert "better tool" not in texts[0]
     assert "FSDP2 (fully_shard) is the better tool" in " ".join(texts[1].split())
     assert "DistributedDataParallel is the better tool" in " ".join(texts[2].split())
-    with pytest.raises(planner.PlanError, match="does not have overlap='backward', NVMe yet"):
-        planned(2, Budget(device="2MiB", host="64MiB", nvme="1GiB", nvme_dir="/tmp"), overlap="backward")
-    with pytest.raises(planner.PlanError, match="ranks must be a whole number"):
+    with pytest.raises(PlanError, match="does not have NVMe yet"):
+        planned(2, hetmem.Budget(device="2MiB", host="64MiB", nvme="1GiB", nvme_dir="/tmp"))
+    with pytest.raises(PlanError, match="ranks must be a whole number"):
         planned(0)
