@@ -32,7 +32,7 @@ PROMISES: dict[str, Mutation | str] = {
     "The same in every overlap mode": "fetch from a home that is being written",
     "`hetmem.accumulate` gives the bits of the loop": Mutation(
         "accumulation/surroundings.py",
-        "                generator.set_state(states[at])\n",
+        "                generator.set_state(state)\n",
         "                pass\n",
         "tests/accumulation/test_accumulate.py::test_a_plain_model_gets_the_bits_of_the_loop[2-]",
     ),

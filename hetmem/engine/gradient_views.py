@@ -327,11 +327,17 @@ class GradientLoans:
         """Whether updates consume gradients as they arrive: those of chunks that hide them have homes from their
         arrival to the update, and `retire` ends a home."""
         self.sums = False
-        """Whether what is lent takes sums, of full precision."""
+        """Whether what is lent takes sums, of full precision, in the backward that runs."""
+        self.took_sums = False
+        """Whether it did in the last one."""
         self.consumers: set[object] = set()
         """The tokens of the optimizers whose updates consume gradients: see `ManagedParameter.stepped_by`."""
         self.lent: set[Chunk] = set()
         """Chunks whose gradients lie in lent memory."""
+
+    def bytes_for(self, chunk: Chunk) -> int:
+        """Return the bytes that gradients of `chunk` borrow in a backward like the last one."""
+        return chunk.sum_nbytes if self.took_sums else chunk.lent_nbytes
 
     def lend(self, chunk: Chunk) -> bool:
         """Lend gradients of `chunk` memory that was set aside; return False if all that is large enough is lent."""

@@ -346,10 +346,10 @@ class Memory:
         for nbytes in set_aside([chunk.lent_nbytes for chunk in chunks], self.room().host_bytes):
             self.lent.add(Tier.HOST, self.host_pool.reserve(nbytes))
 
-    def set_aside_on_device(self, chunks: Iterable[Chunk]) -> None:
-        """Allocate device memory for gradients of a few at a time of `chunks`, those that borrow it, to be lent. Raises
-        `DeviceOutOfMemoryError` if the device has none."""
-        for nbytes in more_aside([chunk.lent_nbytes for chunk in chunks], self.lent.sizes(Tier.DEVICE)):
+    def set_aside_on_device(self, sizes: Iterable[int]) -> None:
+        """Allocate device memory for gradients of a few at a time of the chunks that borrow it, of these `sizes`, to be
+        lent. Raises `DeviceOutOfMemoryError` if the device has none."""
+        for nbytes in more_aside(sizes, self.lent.sizes(Tier.DEVICE)):
             memory = self._allocate(nbytes, "gradients of chunks")
             self.lent.add(Tier.DEVICE, memory)
             self._count_on_device(memory, nbytes)

@@ -76,7 +76,8 @@ class SummedGradients:
         """Begin a backward; `fresh`: the parameters without a gradient, or hooks of the program."""
         self.runs = bool(self._expected or self._hiding)
         self._counts.clear()
-        self._sink().loans.sums = self.runs
+        loans = self._sink().loans
+        loans.sums = loans.took_sums = self.runs
         for managed in fresh if self.runs else ():
             if managed in self._expected:
                 self._open.setdefault(managed.chunk, set()).add(managed)

@@ -388,7 +388,7 @@ def reserve_homes(
             raise stays_on_device(memory, name)
         trained = [chunk for chunk in memory.staying if chunk in roles_of]
         if lends:
-            memory.set_aside_on_device(trained)
+            memory.set_aside_on_device([chunk.lent_nbytes for chunk in trained])
         else:
             traffic.ensure_homes(trained, (Role.GRAD,))
 

@@ -50,8 +50,8 @@ class ResidentShare:
         self._idle_seen = idle
         updated = set[int]().union(*(listener.updates_on_device() for listener in self._sink.listeners))
         chunks = [chunk for chunk in runtime.chunks if not chunk.moved and _is_whole(chunk, updated)]
-        there = [chunk.lent_nbytes for chunk in runtime.chunks if chunk.moved and self._borrows(chunk)]
-        chosen = choose([self._candidate(chunk) for chunk in chunks], idle, there, memory.lent.sizes(Tier.DEVICE))
+        candidates, sizes = [*map(self._candidate, chunks)], memory.lent.sizes(Tier.DEVICE)
+        chosen = choose(candidates, idle, self._borrowed_there(), sizes)
         if not chosen:
             return
         for listener in self._sink.listeners:
@@ -157,7 +157,7 @@ class ResidentShare:
             memories = [
                 {role: memory.device.allocate(chunk.home_nbytes(role)) for role in chunk.homes} for chunk, _ in left
             ]
-            memory.set_aside_on_device([chunk for chunk, _ in left if self._borrows(chunk)])
+            memory.set_aside_on_device([self._sink.loans.bytes_for(chunk) for chunk, _ in left if self._borrows(chunk)])
             for (chunk, moved), into in zip(left, memories, strict=True):
                 for role, home in chunk.homes.items():
                     self._copy(Link.HOST_TO_DEVICE, chunk, role, into[role], home.memory)
@@ -173,11 +173,16 @@ class ResidentShare:
         """Return whether gradients of `chunk` borrow memory on the device, if its homes are there."""
         return self._sink.loans.lends and chunk.hides and (Role.GRAD not in chunk.homes or chunk in self._sink.lent)
 
+    def _borrowed_there(self) -> list[int]:
+        """Return the bytes that gradients of each chunk borrow whose homes are on the device."""
+        there = [chunk for chunk in self._runtime.chunks if chunk.moved and self._borrows(chunk)]
+        return [*map(self._sink.loans.bytes_for, there)]
+
     def _candidate(self, chunk: Chunk) -> Candidate:
         nbytes = sum(map(chunk.home_nbytes, chunk.homes.keys() - {Role.GRAD}))
         on_nvme = sum(chunk.home_nbytes(role) for role, home in chunk.homes.items() if home.tier is Tier.NVME)
         if self._borrows(chunk):
-            return Candidate(nbytes, on_nvme, chunk.lent_nbytes)
+            return Candidate(nbytes, on_nvme, self._sink.loans.bytes_for(chunk))
         return Candidate(nbytes + chunk.capacity * chunk.dtype.itemsize, on_nvme)  # gradients in full precision
 
     def _free_to_move(self, chunk: Chunk) -> bool:
@@ -225,8 +230,7 @@ class ResidentShare:
         roles = dict.fromkeys((*chunk.homes, *(() if borrows else (Role.GRAD,))))
         try:
             if borrows:
-                there = [each for each in self._runtime.chunks if each.moved and self._borrows(each)]
-                memory.set_aside_on_device([chunk, *there])
+                memory.set_aside_on_device([self._sink.loans.bytes_for(chunk), *self._borrowed_there()])
             memories = {role: memory.device.allocate(chunk.home_nbytes(role)) for role in roles}
         except torch.OutOfMemoryError:
             return False

@@ -223,25 +223,32 @@ def to_the_device(arrangement: Arrangement, workload: Workload, idle: int) -> li
         for chunk in homes["exp_avg"]
         if homes["param"][chunk] is not Tier.DEVICE and workload.trainable & set(chunks[chunk].parameters)
     ]
-    there = [arrangement.ground.home_bytes(chunk, "arriving") for chunk in arrangement.lent_on(Tier.DEVICE)]
-    candidates = [_candidate(arrangement, chunk) for chunk in free]
+    borrowed = _borrowed(workload)
+    there = [arrangement.ground.home_bytes(chunk, borrowed) for chunk in arrangement.lent_on(Tier.DEVICE)]
+    candidates = [_candidate(arrangement, chunk, borrowed) for chunk in free]
     return [free[at] for at in choose(candidates, idle, there, arrangement.aside_there)]
 
 
-def _candidate(arrangement: Arrangement, chunk: int) -> Candidate:
+def _borrowed(workload: Workload) -> str:
+    """Return the role that gives the dtype of what gradients borrow: sums of micro-batches in turns have full
+    precision."""
+    return "grad" if workload.micro_batches > 1 else "arriving"
+
+
+def _candidate(arrangement: Arrangement, chunk: int, borrowed: str) -> Candidate:
     at = {role: tiers[chunk] for role, tiers in arrangement.homes.items() if chunk in tiers}
     sizes = {role: arrangement.ground.home_bytes(chunk, role) for role in at}
     on_nvme = sum(sizes[role] for role in at if at[role] is Tier.NVME)
     if chunk in arrangement.lent:
-        return Candidate(sum(sizes.values()) - sizes["grad"], on_nvme, arrangement.ground.home_bytes(chunk, "arriving"))
+        return Candidate(sum(sizes.values()) - sizes["grad"], on_nvme, arrangement.ground.home_bytes(chunk, borrowed))
     return Candidate(sum(sizes.values()), on_nvme)
 
 
-def moved(arrangement: Arrangement, chunks: Sequence[int]) -> Arrangement:
+def moved(arrangement: Arrangement, workload: Workload, chunks: Sequence[int]) -> Arrangement:
     """Return `arrangement` with the homes of `chunks` on the device."""
     homes = {role: {**at, **{c: Tier.DEVICE for c in chunks if c in at}} for role, at in arrangement.homes.items()}
     there = replace(arrangement, homes=homes)
-    sizes = [there.ground.home_bytes(chunk, "arriving") for chunk in there.lent_on(Tier.DEVICE)]
+    sizes = [there.ground.home_bytes(chunk, _borrowed(workload)) for chunk in there.lent_on(Tier.DEVICE)]
     return replace(there, aside_there=(*there.aside_there, *more_aside(sizes, there.aside_there)))
 
 

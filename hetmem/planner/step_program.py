@@ -313,7 +313,7 @@ class Rehearsal:
                 self._notes.home_bytes += nbytes
                 left = self._moved.setdefault(homes[chunk].name.lower(), {})
                 left[role] = left.get(role, 0) + nbytes
-        self._sink.move_in(moved(arrangement, chosen))
+        self._sink.move_in(moved(arrangement, self._workload, chosen))
 
     def _members(self, chunk: int) -> set[int]:
         """Return the parameters of `chunk` that an update changes."""
