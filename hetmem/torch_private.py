@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _C: Any = torch._C
+without_modes = _python_dispatch._disable_current_modes  # operators as if no mode of dispatch were active
 
 ATTRIBUTES = {
     "_version": "writes to a tensor that autograd counts; torch's notes on autograd name it",

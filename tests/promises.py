@@ -48,9 +48,9 @@ PROMISES: dict[str, Mutation | str] = {
         "        changed = {",
         "tests/checkpoint/test_export.py::test_copies_at_home_are_given_themselves",
     ),
-    "Rows of a frozen embedding": Mutation(
+    "Rows of a frozen embedding, and": Mutation(
         "engine/rows.py",
-        "part.max_norm is None and ",
+        " and part.max_norm is None",
         "",
         "tests/engine/test_rows.py::test_a_table_is_copied_where[its norm is changed-model1-tokens1]",
     ),

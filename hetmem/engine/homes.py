@@ -114,7 +114,7 @@ class Memory:
     @property
     def moved_bytes(self) -> int:
         """Bytes of homes that have moved to the device, and may leave it."""
-        return 0 if self.resident else self.device_home_bytes - self._staying_bytes
+        return 0 if self.resident or self.in_codes else self.device_home_bytes - self._staying_bytes
 
     # ---- reserving ---------------------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """Reads the rows of an embedding that a batch names where its table lies, in place of copying the table to the device.
 
-For a frozen table that only one exact `torch.nn.Embedding` uses: nothing writes to it, its backward asks for nothing,
-and no other operator needs it whole. Only `engine.transfer` knows what the link carries.
+For a table that only one exact `torch.nn.Embedding` uses, where no gradient is asked for: nothing writes to it, and no
+other operator needs it whole. Rows of a quantised one are decoded, if each has codes and scales of its own. Only
+`engine.transfer` knows what the link carries.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,19 +17,32 @@ import torch
 from hetmem import torch_private
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.coded import CodedHome
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.formats import Coding
 from hetmem.schedule.placement import ROWS_SHARE
 
 
-def row_tables(module: torch.nn.Module) -> set[int]:
+def row_tables(module: torch.nn.Module, codings: Mapping[int, Coding]) -> set[int]:
     """Return the `id`s of the weights that only embeddings of torch's own class use, one each, which does not rescale
-    them (`max_norm`)."""
+    them (`max_norm`), and whose rows can be read alone. `codings`: of those that are quantised, by `id`."""
     shared = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
-    found: set[int] = set()
-    for part in module.modules():
-        if type(part) is torch.nn.Embedding and part.max_norm is None and shared[id(part.weight)] == 1:
-            found.add(id(part.weight))
-    return found
+    exact = (part for part in module.modules() if type(part) is torch.nn.Embedding and part.max_norm is None)
+    tables = (part.weight for part in exact if shared[id(part.weight)] == 1)
+    return {id(table) for table in tables if row_bytes(table, codings.get(id(table)))}
+
+
+def row_bytes(table: torch.Tensor, coding: Coding | None) -> int:
+    """Return the bytes at home of a row of `table` (rows, width), which has `coding` if it is quantised; 0 if its rows
+    cannot be read alone."""
+    if coding is None:
+        return table.shape[1] * table.itemsize
+    return coding.row_bytes if coding.columns == table.shape[1] else 0
+
+
+def asks_for_nothing(table: torch.Tensor) -> bool:
+    """Return whether no gradient of `table` is asked for by the operators that autograd sees now."""
+    return not (table.requires_grad and torch.is_grad_enabled())
 
 
 class EmbeddingRows:
@@ -35,8 +50,9 @@ class EmbeddingRows:
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
         self._runtime = runtime
-        by_id, found = runtime.bindings.by_id, row_tables(module)
-        self.tables = {key: by_id[key] for key in found if key in by_id and by_id[key].code is None}
+        by_id = runtime.bindings.by_id
+        codings = {key: managed.code.coding for key, managed in by_id.items() if managed.code is not None}
+        self.tables = {key: by_id[key] for key in row_tables(module, codings) if key in by_id}
 
     def reads(self, module: torch.nn.Module) -> bool:
         """Return whether `module`, of class `Embedding`, needs no copy of its table."""
@@ -44,7 +60,7 @@ class EmbeddingRows:
         return table is not None and self._may_read(table)
 
     def _may_read(self, table: ManagedParameter) -> bool:
-        return not (self._runtime.memory.resident or table.parameter.requires_grad)
+        return not self._runtime.memory.resident and asks_for_nothing(table.parameter)
 
     def read(self, used: list[ManagedParameter], indices: Any) -> torch.Tensor | None:
         """Return the rows `indices` of the table that is the only one of `used`; None where its copy has to be used."""
@@ -53,17 +69,22 @@ class EmbeddingRows:
             return None
         if indices.numel() > table.shape[0] * ROWS_SHARE or torch_private.is_of_a_transform(indices):
             return None
-        if not (self._may_read(table) and table.home.is_contiguous()):
+        if not (self._may_read(table) and (table.code is not None or table.home.is_contiguous())):
             return None
         self._runtime.uses.read_at_home(table)
         dtype, device = table.chunk.compute_dtype, self._runtime.memory.device
         with torch.inference_mode(False):  # it is written to outside of that mode
             result = torch.empty((*indices.shape, table.shape[1]), dtype=dtype, device=device.torch_device)
         with self._runtime.unwatched():
-            role = table.chunk.operand
-            home, target = table.view(role), result.view(-1, table.shape[1])
-            nbytes = indices.numel() * table.shape[1] * home.itemsize
-            work = partial(device.rows_in, target, home, indices.flatten())
+            target, role = result.view(-1, table.shape[1]), table.chunk.operand
+            source = table.chunk.source(role)
+            if table.code is not None and isinstance(source, CodedHome):
+                nbytes = indices.numel() * table.code.coding.row_bytes
+                work = partial(device.coded_rows_in, target, table.code, source.codes, indices.flatten())
+            else:
+                home = table.view(role)
+                nbytes = indices.numel() * row_bytes(home, None)
+                work = partial(device.rows_in, target, home, indices.flatten())
             if table.chunk.moved:  # no link is between
                 work()
             else:

@@ -21,6 +21,7 @@ from hetmem.base.threads import process_ends
 from hetmem.base.units import format_size, parse_size
 from hetmem.base.warning import warn_user
 from hetmem.cuda.backend import Backend, backend
+from hetmem.cuda.dequantise import Parts, dequantise_parts
 from hetmem.cuda.kernels import GATHERS, gather_rows
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import RawMemory, without_graph
@@ -30,6 +31,7 @@ from hetmem.memory.host_memory import Mapping, cores_near
 from hetmem.memory.stream_copies import Moves, StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.formats import Coding
 from hetmem.schedule.placement import PIECE_BYTES
 
 _REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds loses microseconds after about ten seconds
@@ -171,6 +173,9 @@ class CudaDevice(Device):
                 gather_rows(self.moves.kernels, table, indices.long(), target)
             else:
                 target.copy_(torch.index_select(table, 0, indices.to(table.device)))
+
+    def decode_parts(self, coding: Coding, parts: Parts, target: torch.Tensor) -> None:
+        dequantise_parts(self.moves.kernels, coding, *parts, target, 0)
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         if not self._crosses(arrived, target):

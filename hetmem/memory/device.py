@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from hetmem import torch_private
 from hetmem.base.units import parse_size
+from hetmem.cuda.dequantise import Parts
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import RawMemory, SlotView, address_of, elements
-from hetmem.memory.coded import CodedHome
+from hetmem.memory.coded import CodedHome, CodedPart
 from hetmem.memory.host_memory import Mapping, free_host_bytes
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
+from hetmem.quantised.decode import decode_parts
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.formats import Coding
 
 POISON = 0xFF
 """The byte that fills a freed slot under `sanitize`: NaN in every floating-point format, -1 in integers."""
@@ -181,6 +185,20 @@ class Device:
         such a row becomes NaN."""
         with torch.no_grad():
             target.copy_(torch.index_select(table, 0, indices))
+
+    def coded_rows_in(self, target: torch.Tensor, part: CodedPart, codes: torch.Tensor, indices: torch.Tensor) -> None:
+        """Do `rows_in` of a quantised weight whose rows are apart: `part` of `codes`, the bytes of its chunk."""
+        found = []
+        for words in part.rows(codes):
+            found.append(torch.empty((len(indices), words.shape[1]), dtype=words.dtype, device=target.device))
+            self.rows_in(found[-1], words, indices)
+        of_rows, scales = (each.view(-1).view(torch.uint8) for each in found)
+        coding = replace(part.coding, matrices=1, rows=len(indices))
+        self.decode_parts(coding, (of_rows, scales, scales[:0]), target.view(-1))
+
+    def decode_parts(self, coding: Coding, parts: Parts, target: torch.Tensor) -> None:
+        """Decode a quantised weight from `parts` on the device to the flat `target`, on the current stream."""
+        decode_parts(coding, parts, target)
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         """Copy `arrived`, a gradient on the device, to `target`, its home, or add it, on the current stream: of one

@@ -54,6 +54,7 @@ from hetmem.planner.model import (
 )
 from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.profiles import DEFAULT_HARDWARE, known_profiles, load_profile, profile_of
+from hetmem.planner.quantised_models import without_memory
 from hetmem.planner.ranked import RanksPlan, of_ranks, refuse_options
 from hetmem.planner.states import OptimizerPlan, plan_optimizer
 from hetmem.planner.variants import changes_of, chunked_variants, of_tokens, variants_of
@@ -82,6 +83,7 @@ __all__ = [
     "plan_within",
     "trace",
     "with_adapters",
+    "without_memory",
 ]
 
 
@@ -112,23 +114,23 @@ def plan(
 ) -> Plan:
     """Predict the memory on each tier and the seconds of a step for training the model that `build_model()` returns.
 
-    The model is traced on `meta`, which takes no memory, and the step simulated with the rates of `hardware`.
-    `batch`: the model's input: a tuple, a dict of keywords or one tensor (shapes count, values do not). `hardware`: a
-    `HardwareProfile`, the name of a shipped one, or the path of one that `hetmem probe` wrote; None: the h100's.
-    `budget`: as for `manage`; a tier it leaves open gets the memory that `hardware` has, and the device never gets
-    more than that. `loss`: a function from the model's output to the scalar to differentiate (None: the output's
-    `.loss`, or the output itself), or "chunked" for that of `hetmem.chunked_loss`. `micro_batches`: forwards and
-    backwards in a step (None: 1), which are of `batch` each; `accumulate`: they pass the model layer by layer, as
-    `hetmem.accumulate` has them do. `tokens`, in place of `micro_batches`: those of a step; the fewest micro-batches
-    that fit have them together, of `batch` or an equal part of its rows. `checkpointing`: plan every repeated layer as
-    checkpointed, for a model that is built without (one that checkpoints by itself is planned as it is). `overlap`,
-    `max_grad_norm`, `loss_scale`, `moments`, `stochastic_rounding`: arguments of `hetmem.AdamW` (the last one for a
-    model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `new_tokens`: with `inference`, text
-    generated after the batch, a prompt: `.generation` has the cache, and the seconds of the prompt and of a token, and
-    a step is all of it. `activations`: as for `manage`; with other than "keep" `.activation_choices` says for each
-    choice whether it fits, the seconds of a step, and how many times as large a batch or sequence would fit. `real`:
-    run one forward and backward on this machine's CPU instead of tracing on `meta`, for a model whose control flow
-    depends on values. `frozen`, and other keywords, are as for `manage`.
+    The model is traced on `meta`, which takes no memory (of one that a library has quantised a copy), and the step
+    simulated with the rates of `hardware`. `batch`: the model's input: a tuple, a dict of keywords or one tensor
+    (shapes count, values do not). `hardware`: a `HardwareProfile`, the name of a shipped one, or the path of one that
+    `hetmem probe` wrote; None: the h100's. `budget`: as for `manage`; a tier it leaves open gets the memory that
+    `hardware` has, and the device never gets more than that. `loss`: a function from the model's output to the scalar
+    to differentiate (None: the output's `.loss`, or the output itself), or "chunked" for that of `hetmem.chunked_loss`.
+    `micro_batches`: forwards and backwards in a step (None: 1), which are of `batch` each; `accumulate`: they pass the
+    model layer by layer, as `hetmem.accumulate` has them do. `tokens`, in place of `micro_batches`: those of a step;
+    the fewest micro-batches that fit have them together, of `batch` or an equal part of its rows. `checkpointing`: plan
+    every repeated layer as checkpointed, for a model that is built without (one that checkpoints by itself is planned
+    as it is). `overlap`, `max_grad_norm`, `loss_scale`, `moments`, `stochastic_rounding`: arguments of `hetmem.AdamW`
+    (the last one for a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `new_tokens`: with
+    `inference`, text generated after the batch, a prompt: `.generation` has the cache, and the seconds of the prompt
+    and of a token, and a step is all of it. `activations`: as for `manage`; with other than "keep"
+    `.activation_choices` says for each choice whether it fits, the seconds of a step, and how many times as large a
+    batch or sequence would fit. `real`: run one forward and backward on this machine's CPU instead of tracing on
+    `meta`, for a model whose control flow depends on values. `frozen`, and other keywords, are as for `manage`.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, or for options that exclude each
     other; `ProfileError` for a bad profile; and `ManageError` or `BudgetError` for a budget, a precision or
@@ -144,7 +146,7 @@ def plan(
     profile = profile_of(hardware)
     limits = (budget or Budget()).limits()
     return plan_within(
-        TracedCall(build_model, batch, loss, mixed_precision, frozen=frozen),
+        TracedCall(without_memory(build_model), batch, loss, mixed_precision, frozen=frozen),
         capacities_of(limits, profile),
         profile,
         nvme_directories=tuple(str(path) for path in limits.nvme_directories),

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from hetmem.accumulation.borders import have_common
 from hetmem.accumulation.order import Graph
-from hetmem.engine.rows import row_tables
+from hetmem.engine.rows import asks_for_nothing, row_bytes, row_tables
 from hetmem.memory.live_bytes import operator_of
 from hetmem.placing.build import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
@@ -73,12 +73,17 @@ class MetaTracer:
         compute = compute_dtypes(model, named, mixed_precision)
         self._specs = tuple(specs(named, compute, codings or {}))
         self._mixed = mixed_precision
+        coded = {id(named[name]): coding for name, coding in (codings or {}).items()}
+        tables = row_tables(model, coded)
+        self._row_bytes = {
+            index: row_bytes(parameter, coded.get(id(parameter)))
+            for index, parameter in enumerate(self._parameters)
+            if id(parameter) in tables
+        }
+        """Bytes at home of a row of each parameter whose rows may be read in place of the whole."""
         for parameter, dtype in zip(self._parameters, compute, strict=True):
             parameter.data = parameter.data.to(dtype, copy=True)
         self.by_id = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        tables = row_tables(model)
-        coded = {id(named[name]) for name in codings or {}}
-        self._row_tables = {index for key, index in self.by_id.items() if key in tables and key not in coded}
         self._homes = [parameter.data for parameter in self._parameters]
         self._owners = {self._key(home): index for index, home in enumerate(self._homes)}
         self._views: Counter[int] = Counter()
@@ -225,9 +230,10 @@ class MetaTracer:
     def reads_rows(self, index: int, indices: Any) -> bool:
         """Return whether an embedding reads the rows `indices` of parameter `index` alone, which are counted then."""
         table = self._parameters[index]
-        if index not in self._row_tables or table.requires_grad or indices.numel() > len(table) * ROWS_SHARE:
+        few = index in self._row_bytes and indices.numel() <= len(table) * ROWS_SHARE
+        if not (few and asks_for_nothing(table)):
             return False
-        self._phase.rows_bytes += indices.numel() * table.shape[1] * self._specs[index].itemsize
+        self._phase.rows_bytes += indices.numel() * self._row_bytes[index]
         return True
 
     def bind(self, used: list[int]) -> None:

@@ -31,6 +31,7 @@ from hetmem.planner.in_turns import in_turns
 from hetmem.planner.meta_results import RefuseRealMemory, Results, rows_of
 from hetmem.planner.meta_trace import MetaTracer
 from hetmem.planner.plan import PlanError
+from hetmem.planner.quantised_models import taken_codings
 from hetmem.planner.workload import Workload
 from hetmem.schedule.formats import Coding
 from hetmem.torch_private import tree_leaves, tree_map
@@ -120,8 +121,11 @@ def _borders(model: nn.Module, count: int) -> Sequence[nn.Module]:
 
 def codings_of(model: nn.Module, call: TracedCall) -> dict[str, Coding]:
     """Return the codings of the frozen weights of `model`. Raises `PlanError` where `manage` would refuse them."""
+    named = dict(model.named_parameters())
+    taken = taken_codings(named)
     try:
-        return choose_codings(model, dict(model.named_parameters()), call.frozen)
+        others = {name: each for name, each in named.items() if name not in taken}
+        return taken | choose_codings(model, others, call.frozen)
     except ManageError as error:
         raise PlanError(str(error)) from error
 

@@ -32,6 +32,12 @@ def decode(coding: Coding, coded: torch.Tensor, target: torch.Tensor, first: int
         run(coding, parts_of(coding, coded, first, numel), first, target)
 
 
+def decode_parts(coding: Coding, parts: Parts, target: torch.Tensor) -> None:
+    """Decode a whole weight from `parts` in different places to the flat `target`, on this thread."""
+    if target.numel():
+        (_verified(coding.format, target.dtype) or _by_torch)(coding, parts, 0, target)
+
+
 def decode_tasks(coding: Coding, coded: torch.Tensor, target: torch.Tensor) -> list[Task]:
     """Return tasks that decode the whole weight, to be run once each, in any order, on any thread; they hold the
     memory."""

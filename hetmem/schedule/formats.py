@@ -103,6 +103,16 @@ class Coding:
         return -(-self.rows // FP8_TILE), -(-self.columns // FP8_TILE)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the codes and scales of a row, where each has float32 scales of its own, and all rows begin at whole
+        words of 4 bytes; 0 where rows share what decodes them."""
+        apart = self.columns % (NF4_BLOCK if self.format == "nf4" else 4) == 0
+        if self.format not in ("nf4", "int8", "int8-torchao") or not apart:
+            return 0
+        row = Coding(self.format, 1, 1, self.columns)
+        return row.codes_span.nbytes + row.scales_span.nbytes
+
+    @property
     def scales(self) -> int:
         """How many scales there are, of the first level."""
         match self.format:

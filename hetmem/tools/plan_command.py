@@ -275,9 +275,8 @@ def _call(options: argparse.Namespace) -> Any:
         raise planner.PlanError("give all inputs a name, or none: --input NAME=4x2048")
     else:
         by_name = {name: tensor for name, tensor in inputs if name is not None}
-        call = planner.TracedCall(
-            _function(options.builder), by_name or tuple(tensor for _, tensor in inputs), loss, mixed
-        )
+        builder = planner.without_memory(_function(options.builder))
+        call = planner.TracedCall(builder, by_name or tuple(tensor for _, tensor in inputs), loss, mixed)
     alone = options.inference and mixed is torch.bfloat16  # no update needs weights in float32
     if options.lora is not None:
         call = planner.with_adapters(call, options.lora)

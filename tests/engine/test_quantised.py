@@ -21,8 +21,10 @@ import hetmem
 from hetmem import testing
 from hetmem.errors import ManageError
 from tests.engine import harness
+from tests.pairs import case
 
 FORMATS = ("nf4", "nf4-nested", "mxfp4", "fp8", "int8")
+PLACEMENTS, OVERLAPS = ("all", "third", "nvme", "codes"), ("off", "backward", "forward")
 WIDTH, TOKENS = 64, 80
 CHUNK = 32 * 1024
 PER_ELEMENT = {"nf4": 0.5625, "nf4-nested": 0.5159, "mxfp4": 0.53125, "fp8": 1.0002, "int8": 1 + 4 / WIDTH}
@@ -117,8 +119,8 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.each
 @pytest.mark.parametrize("frozen", FORMATS)
-@pytest.mark.parametrize("placement", ["all", "third", "nvme", "codes"])
-@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_adapters_train_as_over_the_decoded_values(
     frozen: str, placement: str, overlap: Any, checkpointed: bool, tmp_path: Path
@@ -393,33 +395,47 @@ def test_optimizers_of_torch_skip_codes_and_copies_of_the_model_have_the_values(
         harness.assert_same(plain(torch.arange(16).view(2, 8)), model(torch.arange(16).view(2, 8)), "the loss")
 
 
-def test_micro_batches_share_each_decoded_copy(tmp_path: Path) -> None:
-    """`hetmem.accumulate` over codes has the gradients of the loop over their values."""
+PAIRS = [
+    (frozen, placement, OVERLAPS[(row + column) % 3])
+    for row, frozen in enumerate(FORMATS)
+    for column, placement in enumerate(PLACEMENTS)
+]
+"""Each format in each placement, and each overlap with each of both."""
+
+
+@pytest.mark.parametrize(("frozen", "placement", "overlap"), [case(*each, nightly=each != PAIRS[6]) for each in PAIRS])
+def test_micro_batches_share_each_decoded_copy(frozen: str, placement: str, overlap: Any, tmp_path: Path) -> None:
+    """`hetmem.accumulate` over codes has the bits of the loop over their values."""
     torch.manual_seed(0)
     plain = GPT().bfloat16()
-    model = managed(copy.deepcopy(plain), "mxfp4", tmp_path)
+    model = managed(copy.deepcopy(plain), frozen, tmp_path, placement)
     decoded_twin(plain, model)
-    batches = [torch.randint(0, TOKENS, (2, 8)) for _ in range(3)]
-    for batch in batches:
-        plain(batch).backward()
-    hetmem.accumulate(model, batches, lambda module, batch: module(batch))
-    harness.assert_same_grads(plain, model)
+    optimizers = torch.optim.AdamW(trainable(plain), fused=True), hetmem.AdamW(trainable(model), overlap=overlap)
+    for _ in range(2):
+        batches = [torch.randint(0, TOKENS, (2, 8)) for _ in range(3)]
+        losses = [plain(batch) for batch in batches]
+        for loss in losses:
+            loss.backward()
+        made = hetmem.accumulate(model, batches, lambda module, batch: module(batch))
+        for loss, its in zip(losses, made, strict=True):
+            harness.assert_same(loss.detach(), its, "a loss")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    harness.assert_same_weights(plain, model)
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not as an error
-@pytest.mark.parametrize("frozen", ["nf4", "fp8"])
-def test_compiled_blocks_train_over_codes(frozen: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("frozen", "placement", "overlap"), PAIRS)
+def test_compiled_blocks_train_over_codes(frozen: str, placement: str, overlap: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = GPT().bfloat16()
-    model = managed(copy.deepcopy(plain), frozen, tmp_path)
+    model = managed(copy.deepcopy(plain), frozen, tmp_path, placement)
     decoded_twin(plain, model)
     for block in (*plain.blocks, *model.blocks):
         block.compile(backend="aot_eager")
-    optimizers = (
-        torch.optim.AdamW(trainable(plain), fused=True),
-        hetmem.AdamW(trainable(model), overlap="backward"),
-    )
+    optimizers = torch.optim.AdamW(trainable(plain), fused=True), hetmem.AdamW(trainable(model), overlap=overlap)
     for _ in range(3):
         tokens = torch.randint(0, TOKENS, (2, 8))
         losses = plain(tokens), model(tokens)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from hetmem import testing
 from tests.engine import harness
 
 ROWS, WIDTH, TOKENS = 512, 64, 24
@@ -49,7 +50,7 @@ class Own(nn.Embedding):
 
 def managed(plain: nn.Module, directory: Path, placement: str = "third", **options: Any) -> Any:
     room: dict[str, Any] = {"device": "8MiB", "host": "8MiB"}
-    if placement != "all":
+    if placement not in ("all", "codes"):
         room |= {"device_chunks": "160KiB"}
     if placement == "nvme":
         room |= {"host": "600KiB", "nvme": "8MiB", "nvme_dir": directory}
@@ -85,6 +86,52 @@ def test_rows_train_with_the_bits_of_torch(
             optimizer.zero_grad()
         harness.assert_same(*losses, "the loss")
     harness.assert_same_weights(plain, model)
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("placement", ["all", "third", "nvme"])
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16])
+def test_an_evaluation_reads_rows_of_a_trained_table_as_updated(
+    placement: str, overlap: Any, mixed: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = Reader().requires_grad_(True)
+    model = managed(plain, tmp_path, placement, mixed_precision=mixed)
+    optimizer = hetmem.AdamW(model.parameters(), lr=0.1, overlap=overlap)
+    for step in range(3):
+        tokens = torch.randint(0, ROWS, (2, TOKENS // 2), generator=torch.Generator().manual_seed(step))
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found = model.embed(tokens)
+            if step == 1:
+                model.embed.weight[tokens[0, 0]].zero_()
+            loss = model(tokens)
+        twin = copy.deepcopy(model).to(mixed)
+        harness.assert_same(F.embedding(tokens, twin.embed.weight), model.embed(tokens), "rows")
+        assert step == 1 or torch.equal(found, model.embed(tokens))
+        with torch.no_grad():
+            harness.assert_same(twin(tokens), loss, "the loss")
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("frozen", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("placement", ["third", "nvme", "codes"])
+def test_rows_of_a_quantised_table_are_decoded_alone(frozen: Any, placement: str, tmp_path: Path) -> None:
+    """Those of fp8 share scales: its table is copied."""
+    torch.manual_seed(0)
+    plain: Any = Reader().requires_grad_(False).bfloat16()
+    model = managed(plain, tmp_path, placement, frozen={"embed.*": frozen})
+    tokens = torch.randint(0, ROWS, (2, TOKENS // 2))
+    decoded = F.embedding(tokens, model.embed.weight.detach().clone())
+    before = crossed(model)
+    with torch.no_grad():
+        harness.assert_same(decoded, model.embed(tokens), "rows")
+    row = {"nf4": 36, "int8": 68, "fp8": 0}[frozen]
+    table = testing.of(model).chunks()[testing.of(model).chunk_of("embed.weight")].home_bytes["param"]
+    assert crossed(model) - before == (0 if placement == "codes" else TOKENS * row or table)
 
 
 def forwards(model: nn.Module, tokens: torch.Tensor) -> int:

@@ -117,6 +117,19 @@ def test_quantised_weights_arrive_decoded_whichever_stream_is_ahead(
     assert_same(slot, expected, format_)
 
 
+@pytest.mark.parametrize("format_", ["nf4", "int8"])
+def test_rows_of_a_quantised_table_arrive_decoded(cuda: FakeCuda, kernels: LateKernels | None, format_: str) -> None:
+    machine, coding = Machine(kernels), Coding.of(format_, (70, 192))
+    part = CodedPart(coding, 64, 0)
+    home = machine.host(torch.zeros(64 + coding.nbytes, dtype=torch.uint8))
+    part.encode(ordinary(coding.numel, seed=2), home)
+    whole = torch.zeros(coding.numel, dtype=torch.bfloat16)
+    part.decode(home, whole)
+    indices, rows = torch.tensor([69, 0, 3, 3]), torch.zeros(4, 192, dtype=torch.bfloat16)
+    machine.device.coded_rows_in(rows, part, home, indices)
+    assert_same(rows, whole.view(70, 192)[indices], format_)
+
+
 @pytest.mark.each
 @pytest.mark.parametrize("add", [False, True], ids=["overwrite", "add"])
 def test_gradients_leave_with_torch_s_bits(cuda: FakeCuda, kernels: LateKernels | None, add: bool) -> None:

@@ -323,3 +323,32 @@ def test_adapters_of_peft_train_over_a_model_of_bitsandbytes(later: bool) -> Non
         pytest.raises(ManageError, match="merge it into a base of 16 bits"),
     ):
         model.merge_and_unload()
+
+
+@pytest.mark.parametrize("frozen", ["nf4-nested", "int8"])
+@pytest.mark.filterwarnings("ignore:.*quantised its inputs")
+def test_a_plan_of_a_quantised_model_has_the_bytes_of_its_run_and_leaves_it_as_it_is(
+    frozen: str, tmp_path: Path
+) -> None:
+    model, x = quantised(frozen, tmp_path), torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    before, kind = model[0].weight.data.clone(), type(model[0].weight)
+    limits = hetmem.Budget(device="8MiB", device_chunks="384KiB", host="8MiB")
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.float().square().sum()
+
+    plan = hetmem.plan(lambda: model, x, limits, loss=loss)
+    assert type(model[0].weight) is kind
+    harness.assert_same(before, model[0].weight.data, "the codes")
+    hetmem.manage(model, plan=plan, device="sim")
+    optimizer, crossed = hetmem.AdamW(model[3].parameters()), []
+    for _ in range(3):
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        crossed.append(hetmem.report(model).to_dict()["links"]["host_to_device"]["bytes"])
+    assert crossed[2] - crossed[1] == plan.link_bytes["host_to_device"]
+    tiers = hetmem.report(model).to_dict()["tiers"]
+    for tier in ("device", "host"):
+        assert tiers[tier]["homes"].get(f"{frozen} codes", 0) == plan.role_bytes[tier].get(f"{frozen} codes", 0)
+    assert plan.role_bytes["host"].get(f"{frozen} codes") or plan.role_bytes["device"][f"{frozen} codes"]
