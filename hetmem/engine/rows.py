@@ -16,8 +16,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.coded import CodedHome
+from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.memory.coded import CodedHome, CodedTable
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.formats import Coding
 from hetmem.schedule.placement import ROWS_SHARE
@@ -76,17 +76,20 @@ class EmbeddingRows:
         with torch.inference_mode(False):  # it is written to outside of that mode
             result = torch.empty((*indices.shape, table.shape[1]), dtype=dtype, device=device.torch_device)
         with self._runtime.unwatched():
-            target, role = result.view(-1, table.shape[1]), table.chunk.operand
-            source = table.chunk.source(role)
-            if table.code is not None and isinstance(source, CodedHome):
-                nbytes = indices.numel() * table.code.coding.row_bytes
-                work = partial(device.coded_rows_in, target, table.code, source.codes, indices.flatten())
-            else:
-                home = table.view(role)
-                nbytes = indices.numel() * row_bytes(home, None)
-                work = partial(device.rows_in, target, home, indices.flatten())
+            target, (home, row) = result.view(-1, table.shape[1]), _at_home(table)
+            work, nbytes = partial(device.rows_in, target, home, indices.flatten()), indices.numel() * row
             if table.chunk.moved:  # no link is between
                 work()
             else:
                 self._runtime.traffic.engine.within_compute(Link.HOST_TO_DEVICE, work, nbytes)
         return result
+
+
+def _at_home(table: ManagedParameter) -> tuple[torch.Tensor | CodedTable, int]:
+    """Return what rows are read from, and the bytes of one."""
+    if table.code is None:
+        home = table.view(table.chunk.operand)
+        return home, row_bytes(home, None)
+    source = table.chunk.source(Role.PARAM)
+    assert isinstance(source, CodedHome), table.name
+    return CodedTable(table.code.coding, table.code.bytes_in(source.codes)), table.code.coding.row_bytes

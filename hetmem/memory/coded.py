@@ -45,18 +45,25 @@ class CodedPart:
         """Decode the weight from `home` to the flat `target`, in host memory."""
         run(decode_tasks(self.coding, self.bytes_in(home).cpu(), target))
 
-    def rows(self, home: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scales in `home` of a weight whose rows are apart, as words of 4 bytes: (rows, width)."""
-        coded = self.bytes_in(home)
-        spans = self.coding.codes_span, self.coding.scales_span
-        codes, scales = (coded[start : start + nbytes].view(torch.float32) for start, nbytes in spans)
-        rows = self.coding.matrices * self.coding.rows
-        return codes.view(rows, -1), scales.view(rows, -1)
-
     def encode(self, values: torch.Tensor, home: torch.Tensor, run: Run = in_turn) -> None:
         """Encode the flat `values`, in host memory, to `home`. Raises `NotFiniteError`."""
         with in_host_memory(self.bytes_in(home)) as codes:
             encode(self.coding, values, codes, run)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTable:
+    """A quantised weight each row of which can be read alone (see `Coding.row_bytes`), and its bytes `codes`."""
+
+    coding: Coding
+    codes: torch.Tensor
+
+    def words(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales as words of 4 bytes, which only copies read: (rows, width)."""
+        spans = self.coding.codes_span, self.coding.scales_span
+        codes, scales = (self.codes[start : start + nbytes].view(torch.float32) for start, nbytes in spans)
+        rows = self.coding.matrices * self.coding.rows
+        return codes.view(rows, -1), scales.view(rows, -1)
 
 
 @dataclass(frozen=True, slots=True)

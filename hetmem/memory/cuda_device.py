@@ -25,7 +25,7 @@ from hetmem.cuda.dequantise import Parts, dequantise_parts
 from hetmem.cuda.kernels import GATHERS, gather_rows
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import RawMemory, without_graph
-from hetmem.memory.coded import CodedHome
+from hetmem.memory.coded import CodedHome, CodedTable
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_memory import Mapping, cores_near
 from hetmem.memory.stream_copies import Moves, StreamCopier
@@ -167,14 +167,16 @@ class CudaDevice(Device):
         else:
             super().copy_in(target, source)
 
-    def rows_in(self, target: torch.Tensor, table: torch.Tensor, indices: torch.Tensor) -> None:
+    def rows_in(self, target: torch.Tensor, table: torch.Tensor | CodedTable, indices: torch.Tensor) -> None:
         with without_graph():
-            if self.moves.kernels.native and table.is_pinned() and (table.dtype, target.dtype) in GATHERS:
+            if isinstance(table, CodedTable):
+                self._decode_rows(target, table, indices)
+            elif self.moves.kernels.native and table.is_pinned() and (table.dtype, target.dtype) in GATHERS:
                 gather_rows(self.moves.kernels, table, indices.long(), target)
             else:
                 target.copy_(torch.index_select(table, 0, indices.to(table.device)))
 
-    def decode_parts(self, coding: Coding, parts: Parts, target: torch.Tensor) -> None:
+    def _decode(self, coding: Coding, parts: Parts, target: torch.Tensor) -> None:
         dequantise_parts(self.moves.kernels, coding, *parts, target, 0)
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:

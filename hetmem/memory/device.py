@@ -17,7 +17,7 @@ from hetmem.base.units import parse_size
 from hetmem.cuda.dequantise import Parts
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import RawMemory, SlotView, address_of, elements
-from hetmem.memory.coded import CodedHome, CodedPart
+from hetmem.memory.coded import CodedHome, CodedTable
 from hetmem.memory.host_memory import Mapping, free_host_bytes
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.quantised.decode import decode_parts
@@ -179,24 +179,26 @@ class Device:
         else:
             target.copy_(source)  # neither needs a gradient
 
-    def rows_in(self, target: torch.Tensor, table: torch.Tensor, indices: torch.Tensor) -> None:
+    def rows_in(self, target: torch.Tensor, table: torch.Tensor | CodedTable, indices: torch.Tensor) -> None:
         """Copy the rows `indices` (n) of `table` (rows, width), a home, to `target` (n, width), on the current stream,
-        with a cast as `copy_in`. Raises what torch does for an index that the table does not have, but on a GPU, where
-        such a row becomes NaN."""
+        with a cast, or decoded, as `copy_in`. Raises what torch does for an index that the table does not have, but on
+        a GPU, where such a row becomes NaN."""
         with torch.no_grad():
-            target.copy_(torch.index_select(table, 0, indices))
+            if isinstance(table, CodedTable):
+                self._decode_rows(target, table, indices)
+            else:
+                target.copy_(torch.index_select(table, 0, indices))
 
-    def coded_rows_in(self, target: torch.Tensor, part: CodedPart, codes: torch.Tensor, indices: torch.Tensor) -> None:
-        """Do `rows_in` of a quantised weight whose rows are apart: `part` of `codes`, the bytes of its chunk."""
+    def _decode_rows(self, target: torch.Tensor, table: CodedTable, indices: torch.Tensor) -> None:
         found = []
-        for words in part.rows(codes):
+        for words in table.words():
             found.append(torch.empty((len(indices), words.shape[1]), dtype=words.dtype, device=target.device))
             self.rows_in(found[-1], words, indices)
-        of_rows, scales = (each.view(-1).view(torch.uint8) for each in found)
-        coding = replace(part.coding, matrices=1, rows=len(indices))
-        self.decode_parts(coding, (of_rows, scales, scales[:0]), target.view(-1))
+        codes, scales = (each.view(-1).view(torch.uint8) for each in found)
+        coding = replace(table.coding, matrices=1, rows=len(indices))
+        self._decode(coding, (codes, scales, scales[:0]), target.view(-1))
 
-    def decode_parts(self, coding: Coding, parts: Parts, target: torch.Tensor) -> None:
+    def _decode(self, coding: Coding, parts: Parts, target: torch.Tensor) -> None:
         """Decode a quantised weight from `parts` on the device to the flat `target`, on the current stream."""
         decode_parts(coding, parts, target)
 

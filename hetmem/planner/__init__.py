@@ -54,7 +54,7 @@ from hetmem.planner.model import (
 )
 from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.profiles import DEFAULT_HARDWARE, known_profiles, load_profile, profile_of
-from hetmem.planner.quantised_models import without_memory
+from hetmem.planner.quantised_models import with_codings
 from hetmem.planner.ranked import RanksPlan, of_ranks, refuse_options
 from hetmem.planner.states import OptimizerPlan, plan_optimizer
 from hetmem.planner.variants import changes_of, chunked_variants, of_tokens, variants_of
@@ -83,7 +83,7 @@ __all__ = [
     "plan_within",
     "trace",
     "with_adapters",
-    "without_memory",
+    "with_codings",
 ]
 
 
@@ -146,7 +146,7 @@ def plan(
     profile = profile_of(hardware)
     limits = (budget or Budget()).limits()
     return plan_within(
-        TracedCall(without_memory(build_model), batch, loss, mixed_precision, frozen=frozen),
+        TracedCall(with_codings(build_model), batch, loss, mixed_precision, frozen=frozen),
         capacities_of(limits, profile),
         profile,
         nvme_directories=tuple(str(path) for path in limits.nvme_directories),

@@ -202,7 +202,7 @@ class Plan:
         """Return the lines of a program that runs as planned, of at most 80 columns where possible."""
         arguments = [f"    {argument}," for argument in self.keywords]
         lines = [*self.setup]
-        if self.inference or self.setup:
+        if self.inference or self.setup or self.frozen is not None:  # a class would be built in 16 bits
             whole = "model.eval().requires_grad_(False)" if self.inference else "model"
             lines += ["model = hetmem.manage(", f"    {whole},", *arguments, ")"]
         else:

@@ -22,7 +22,7 @@ _STATES = ("quant_state", "state")
 """Attributes of modules of bitsandbytes that have codes and scales."""
 
 
-def without_memory(build_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def with_codings(build_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Return what builds the model of `build_model` or, of one that a library has quantised, a copy on `meta` that
     computes as a managed one. It raises `PlanError` for weights that `manage` refuses."""
 

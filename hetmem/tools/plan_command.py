@@ -275,7 +275,7 @@ def _call(options: argparse.Namespace) -> Any:
         raise planner.PlanError("give all inputs a name, or none: --input NAME=4x2048")
     else:
         by_name = {name: tensor for name, tensor in inputs if name is not None}
-        builder = planner.without_memory(_function(options.builder))
+        builder = planner.with_codings(_function(options.builder))
         call = planner.TracedCall(builder, by_name or tuple(tensor for _, tensor in inputs), loss, mixed)
     alone = options.inference and mixed is torch.bfloat16  # no update needs weights in float32
     if options.lora is not None:

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(GPP is None, reason="g++ is not installed"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own"),
 ]
-ITS_OWN = ("tests/faked_driver/test_training.py", "tests/faked_driver/test_report.py")
+ITS_OWN = tuple(f"tests/faked_driver/test_{name}.py" for name in ("training", "report", "quantised"))
 MANAGED = "tests/gpu/test_managed.py::"
 ALSO = ("tests/gpu/test_moves.py::test_memory_refused_in_a_backward_is_explained_and_training_goes_on",)
 """Of tests for a GPU, which take every case there; here those that another thread's backward can break."""

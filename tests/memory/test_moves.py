@@ -19,6 +19,7 @@ from tests.memory.tested import (
     PIECE_ELEMENTS,
     CodedHome,
     CodedPart,
+    CodedTable,
     Coding,
     Mapping,
     stream_copies,
@@ -126,7 +127,7 @@ def test_rows_of_a_quantised_table_arrive_decoded(cuda: FakeCuda, kernels: LateK
     whole = torch.zeros(coding.numel, dtype=torch.bfloat16)
     part.decode(home, whole)
     indices, rows = torch.tensor([69, 0, 3, 3]), torch.zeros(4, 192, dtype=torch.bfloat16)
-    machine.device.coded_rows_in(rows, part, home, indices)
+    machine.device.rows_in(rows, CodedTable(coding, part.bytes_in(home)), indices)
     assert_same(rows, whole.view(70, 192)[indices], format_)
 
 

@@ -9,7 +9,7 @@ from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
 from hetmem.memory import cuda_device, host_memory, live_bytes, nvme_io, stream_copies
 from hetmem.memory.chunk import HiddenGradient
-from hetmem.memory.coded import CodedHome, CodedPart
+from hetmem.memory.coded import CodedHome, CodedPart, CodedTable
 from hetmem.memory.cuda_device import ComputeStream, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.heap import untouched
@@ -34,6 +34,7 @@ __all__ = [
     "Backend",
     "CodedHome",
     "CodedPart",
+    "CodedTable",
     "Coding",
     "ComputeStream",
     "CudaDevice",
