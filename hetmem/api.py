@@ -115,10 +115,10 @@ def manage(
     a model that has the decoded values. Such a weight can be read, and not written or trained. Frozen parameters may be
     on `meta` then, and are NaN until `hetmem.load_weights`. None = none. Weights that bitsandbytes, torchao or
     transformers has quantised before keep their codes, whatever it is (see docs/quantised.md).
-    `group`: the ranks of this machine that train the model together, from one copy of it in host memory, with the bits
-    of plain torch that runs their batches in turn: a `ProcessGroup`, or a `DeviceMesh` of one dimension. None = those
-    of the initialised process group, or of a launcher such as torchrun; False = this process alone. `budget.host` is
-    that of all ranks, `budget.device` that of each.
+    `group`: the ranks that train the model together, from one copy of it in the host memory of each machine, with the
+    bits of plain torch that runs their batches in turn: a `ProcessGroup`, or a `DeviceMesh` of one dimension. None =
+    those of the initialised process group, or of a launcher such as torchrun; False = this process alone.
+    `budget.host` is that of all ranks of a machine, `budget.device` that of each.
 
     Raises `ManageError` for a module or options that cannot be managed, `BudgetError` for a budget or a directory that
     does not suffice, `ProfileError` for an invalid profile (all ValueErrors), `StoreError` for a drive without room and

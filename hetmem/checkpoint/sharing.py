@@ -34,10 +34,10 @@ class Sharing:
         self._ranks: Ranks | None = None if self._by is None else self._by.runtime.memory.ranks
 
     def save(self, path: str, write: Callable[[], None]) -> None:
-        """Do `write()`, which writes the file `path`, on one rank; the others wait for it."""
+        """Do `write()`, which writes the file `path`, on one rank; the others of its machine wait for it."""
         if self._ranks is None:
             write()
-        else:
+        elif self._ranks.machines is None or self._ranks.machines.index == 0:
             self._ranks.saves.by_rank_0(path, write)
 
     def together(self, what: str, do: Callable[[], T], said: Callable[[T], str] = str) -> T:

@@ -7,7 +7,7 @@ come waits on the device; if too many bytes wait, the thread does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from itertools import repeat
@@ -17,11 +17,13 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.gradient_views import is_held, is_home, leave_gradient_to_holders, show_gradient
+from hetmem.engine.machine_sums import MachineSums
 from hetmem.engine.ranked_writes import RankedWrites
 from hetmem.engine.sink import Sink
 from hetmem.engine.working_gradients import has_hooks_of_the_user
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.ranks.group import Ranks, not_yet
+from hetmem.ranks.machines import Doing
 from hetmem.schedule.turns import RankTurns
 
 _GRADIENT = attrgetter("parameter.grad")
@@ -46,6 +48,10 @@ class RankedGradients:
         """Bytes of those."""
         self._flying: dict[int, int] = {}
         """How many are on their way home, by the number of the parameter."""
+        machines = ranks.machines
+        self._sums = None if machines is None else MachineSums(ranks, machines, self._parameters)
+        self._keeps = machines is None or machines.index == 0
+        """Whether what was at home before a backward stays in the sum of this machine."""
         self._place = ExitStack()
         self._compared = False
         self.failed: BaseException | None = None
@@ -116,7 +122,7 @@ class RankedGradients:
         """Take `arrived`, a gradient of `managed`, and add it at home in its turn."""
         number, dtype = self._numbers[managed], managed.chunk.dtype
         with without_graph():
-            divided = arrived.to(dtype) / self._ranks.count
+            divided = arrived.to(dtype) / self._ranks.of_all
         self._waiting.setdefault(number, []).append(divided)
         self._count(divided.nbytes)
         self._turns.made(number)
@@ -141,13 +147,23 @@ class RankedGradients:
             self._ranks.waits.sign()
             self._wait(lambda: self._advance() or self._turns.is_over(), "the end of the backward on all ranks")
             self.writes.refuse()
-            with torch_private.NoFunctionsOfSubclasses():
-                for number, managed in enumerate(self._parameters):
-                    if managed.parameter.grad is None and self._turns.is_filled(number):  # by other ranks
-                        if Role.GRAD not in managed.chunk.homes:
-                            self._sink.loans.give_own(managed.chunk)
-                        managed.open_grad_home()
-                        show_gradient(managed.parameter, managed.grad_home)
+            if self._sums is None:
+                self._show(filter(self._turns.is_filled, range(len(self._parameters))))
+            else:
+                self._sums.machines.all_step(Doing.BACKWARD)
+                self._add_machines(self._turns.is_filled)
+
+    def end_backwards_of_other_machines(self) -> None:
+        """Take part, with no gradient, in the sums of backwards that other machines end, until all have come to a
+        step."""
+        while self._sums is not None and not self._sums.machines.all_step(Doing.STEP):
+            self.tell()
+            self._add_machines(lambda number: False)
+
+    def compare_machines(self, number: int, what: str) -> None:
+        """Raise `PeerError` that names `what`, if another machine has another `number`."""
+        if self._sums is not None:
+            self._sums.machines.compare([number], lambda at: what)
 
     @property
     def _sink(self) -> Sink:
@@ -161,6 +177,21 @@ class RankedGradients:
         self._wait(self._turns.all_entered, "the begin of the backward on all ranks")
         self._compared = True
         self.compare()
+
+    def _add_machines(self, made: Callable[[int], bool]) -> None:
+        assert self._sums is not None
+        there = self._ranks.words.has_gradient[self._ranks.rank]
+        self._show(self._sums.add(made, there, self._sink.loans.give_own))
+
+    def _show(self, numbers: Iterable[int]) -> None:
+        """Show the gradients of parameters that other ranks have made."""
+        with torch_private.NoFunctionsOfSubclasses():
+            for managed in (self._parameters[number] for number in numbers):
+                if managed.parameter.grad is None:
+                    if Role.GRAD not in managed.chunk.homes:
+                        self._sink.loans.give_own(managed.chunk)
+                    managed.open_grad_home()
+                    show_gradient(managed.parameter, managed.grad_home)
 
     def _wait(self, reached: Callable[[], bool], what: str) -> None:
         copies, executor = self._copies(), self._sink.runtime.traffic.executor
@@ -201,7 +232,8 @@ class RankedGradients:
         """Send the gradients of a parameter that wait to its home."""
         managed, turns, copies = self._parameters[number], self._turns, self._copies()
         assert copies is not None
-        adds = bool(self._ranks.words.has_gradient[self._ranks.rank, number]) or turns.is_filled(number)
+        there = self._keeps and bool(self._ranks.words.has_gradient[self._ranks.rank, number])
+        adds = there or turns.is_filled(number)
         gradients = self._waiting.pop(number)
         assert turns.add(number) == len(gradients)
         target = managed.at_home(Role.GRAD)

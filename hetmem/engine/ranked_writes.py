@@ -51,10 +51,11 @@ class RankedWrites:
         self._ranks.meet("what the program has written")
         differ = words.page_shown != words.page_shown[0]
         rank = int(differ.any(axis=1).argmax())
+        first = self._ranks.waits.first
         name = self._name(page * mmap.PAGESIZE + int(differ[rank].argmax()))
         raise PeerError(
-            f"the program has written other values to {name} on rank {rank} than on rank 0, or on one of them only: "
-            f"write alike on all ranks, as in replicas"
+            f"the program has written other values to {name} on rank {first + rank} than on rank {first}, or on one of "
+            f"them only: write alike on all ranks, as in replicas"
         )
 
     def bring_home(self) -> None:

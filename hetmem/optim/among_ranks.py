@@ -46,8 +46,11 @@ class RankedSteps:
         name, handed_out = f"a step of {type(optimizer).__name__}", self._ranks.words.handed_out
         handed_out[self._ranks.rank] = optimizer.states.handed_out
         self._ranks.meet(name, serve=_take_part)
+        self._gradients.end_backwards_of_other_machines()
         self._gradients.tell()
-        self._ranks.meet(f"the options of {name}", _in_words(optimizer, self._gradients, counts=handed_out.any()))
+        options = _in_words(optimizer, self._gradients, counts=handed_out.any())
+        self._ranks.meet(f"the options of {name}", options)
+        self._gradients.compare_machines(zlib.crc32(options.encode()), f"what {name} does")
         self._gradients.compare()
         self._gradients.writes.bring_home()
         self._ranks.words.steps[self._ranks.rank] += 1

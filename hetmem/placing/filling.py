@@ -176,10 +176,11 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
         return
     home = managed.view(Role.PARAM)
     if memory.ranks is not None:
-        if memory.ranks.rank == 0:  # whose values count
+        if memory.ranks.rank == 0:  # whose values count, on the first machine
+            values = data if memory.ranks.machines is None else memory.ranks.machines.shared(data)
             for role in (Role.PARAM, Role.COMPUTE):
                 if role in managed.chunk.homes:
-                    managed.at_home(role).copy_(data)
+                    managed.at_home(role).copy_(values)
         if built is not None:
             built.leave(data)
     elif built is not None and source and home.device.type == "cpu":

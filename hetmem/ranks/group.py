@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hetmem.cpu.workers import TILE_ELEMENTS
 from hetmem.errors import ManageError, PeerError
@@ -13,18 +13,30 @@ from hetmem.ranks.saves import Saves
 from hetmem.ranks.waits import Waits, never
 from hetmem.ranks.words import Words
 
+if TYPE_CHECKING:
+    from hetmem.ranks.machines import Machines  # imports torch.distributed, which one process does without
+
 T = TypeVar("T")
 _FAILED = "failed: "
 
 
 class Ranks:
-    """`rank` of `count` that train one model, whose homes are in `pool`."""
+    """`rank` of `count` that train one model, whose homes are in `pool`, with those of other `machines` if there are
+    any."""
 
-    def __init__(self, rank: int, count: int, words: Words, waits: Waits, pool: SharedPool) -> None:
+    def __init__(
+        self, rank: int, count: int, words: Words, waits: Waits, pool: SharedPool, machines: Machines | None = None
+    ) -> None:
         self.rank, self.count = rank, count
         self.words, self.waits, self.pool = words, waits, pool
         self.saves = Saves(rank, words, waits)
         self.figures = Figures(words, rank)
+        self.machines = machines
+
+    @property
+    def of_all(self) -> int:
+        """The number of ranks of all machines."""
+        return self.count if self.machines is None else self.count * self.machines.count
 
     def own(self, chunk: int, start: int, end: int) -> list[slice]:
         """Return the parts of elements [start, end) of `chunk` that this rank computes, counted from `start`: tile j of
@@ -45,7 +57,7 @@ class Ranks:
         texts = self._hear(self._come(f"{what}\n{said}"), what, serve)
         for rank, theirs in enumerate(texts):
             if theirs != texts[0]:
-                raise PeerError(f"ranks 0 and {rank} do not do the same: {_difference(texts[0], theirs)}")
+                raise self._differ(rank, texts)
 
     def together(self, what: str, do: Callable[[], T], said: Callable[[T], str] = str) -> T:
         """Return `do()`, once all ranks have done it. Raises its error, or `PeerError` for that of another rank, or if
@@ -60,11 +72,15 @@ class Ranks:
             texts = self._hear(self._come(f"{what}\n{said(result)}"), what, never)
         for rank, theirs in enumerate(texts):
             if theirs.startswith(_FAILED):
-                raise PeerError(f"rank {rank} has failed in {what}: {theirs.removeprefix(_FAILED)}")
+                raise PeerError(f"rank {self.waits.first + rank} has failed in {what}: {theirs.removeprefix(_FAILED)}")
         for rank, theirs in enumerate(texts):
             if theirs != texts[0]:
-                raise PeerError(f"ranks 0 and {rank} do not do the same: {_difference(texts[0], theirs)}")
+                raise self._differ(rank, texts)
         return result
+
+    def _differ(self, rank: int, texts: list[str]) -> PeerError:
+        first = self.waits.first
+        return PeerError(f"ranks {first} and {first + rank} do not do the same: {_difference(texts[0], texts[rank])}")
 
     def _come(self, text: str) -> int:
         """Come to the next meeting with `text`; return its number."""
@@ -87,6 +103,7 @@ class Ranks:
             if (given[rank] != given[0]).any():
                 at = int((given[rank] != given[0]).argmax())
                 ranks = (0, rank) if given[0, at] else (rank, 0)
+                ranks = self.waits.first + ranks[0], self.waits.first + ranks[1]
                 raise PeerError(
                     f"{names[at]}.grad is there on rank {ranks[0]} and None on rank {ranks[1]}: clear gradients alike"
                 )

@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from hetmem.base.config import missing_of_launcher, rank_timeout_seconds, world_
 from hetmem.base.units import round_up
 from hetmem.errors import ManageError, PeerError
 from hetmem.ranks.group import Ranks
+from hetmem.ranks.machines import Machines
 from hetmem.ranks.memory import SharedMapping, SharedPool, make_file, open_file
 from hetmem.ranks.waits import Waits
 from hetmem.ranks.words import Words
@@ -89,50 +90,82 @@ class JoinedRanks:
             buffer.copy_(values)
 
     def open(self, home_bytes: int, parameters: int, chunks: int) -> Ranks:
-        """Share memory for homes of up to `home_bytes`. Raises `ManageError` if a rank cannot open that of rank 0."""
+        """Share memory for homes of up to `home_bytes` with the ranks of this machine, and find their counterparts on
+        others. Raises `ManageError` if a rank cannot open the memory of the first one of its machine."""
+        machines = self._machines()
+        index = next(at for at, (_, ranks) in enumerate(machines) if self.rank in ranks)
+        here = machines[index][1]
+        first, own = here[0], self.rank - here[0]
         rows = chunks * _HOMES_OF_A_CHUNK
         nbytes = max(mmap.PAGESIZE, home_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
-        sizes = self.count, parameters, rows, nbytes // mmap.PAGESIZE
+        sizes = len(here), parameters, rows, nbytes // mmap.PAGESIZE
         skipped = round_up(Words(None, *sizes).nbytes, mmap.PAGESIZE)
         nonce, descriptor = secrets.randbits(62), -1
-        if self.rank == 0:
+        if own == 0:
             descriptor = make_file()
             os.ftruncate(descriptor, skipped + nbytes)
             os.pwrite(descriptor, nonce.to_bytes(8, "little"), 0)
-        offers = self.exchange((os.getpid(), descriptor, nonce, _machine()))
+        offers = self.exchange((os.getpid(), descriptor, nonce))
         text = ""
-        if self.rank > 0:
-            descriptor, text = _open(offers[0], offers[self.rank][-1])
+        if own > 0:
+            descriptor, text = _open(first, offers[first])
         for rank, refusal in enumerate(self.exchange(text)):
             if refusal:
-                raise ManageError(f"rank {rank} cannot share the memory of rank 0: {refusal}")
+                raise ManageError(f"rank {rank} cannot share the memory of {refusal}")
         words = Words(memoryview(SharedMapping(descriptor, 0, skipped).buffer(0, skipped)), *sizes)
-        waits = Waits(words, self.rank, [offer[0] for offer in offers], rank_timeout_seconds() or _PATIENCE_SECONDS)
+        patience = rank_timeout_seconds() or _PATIENCE_SECONDS
+        waits = Waits(words, own, [offers[rank][0] for rank in here], patience, first)
         pool = SharedPool(nbytes, SharedMapping(descriptor, skipped, nbytes), words, descriptor)
-        self.exchange("")  # rank 0 keeps the file until all have it
-        return Ranks(self.rank, self.count, words, waits, pool)
+        others = None
+        if len(machines) > 1:
+            counterparts = self._group_of([ranks[own] for _, ranks in machines], patience)
+            others = Machines(index, [name for name, _ in machines], counterparts, waits)
+        self.exchange("")  # the first ranks keep their files until all have them
+        return Ranks(own, len(here), words, waits, pool, others)
+
+    def _machines(self) -> list[tuple[str, list[int]]]:
+        """Return the names and ranks of the machines of this group. Raises `ManageError` unless each has as many ranks,
+        one after the other."""
+        of_all = self.exchange(_machine())
+        found = [(key[0], [*ranks]) for key, ranks in groupby(range(self.count), of_all.__getitem__)]
+        if len(found) > len({*of_all}) or len({len(ranks) for _, ranks in found}) > 1:
+            told = ", ".join(f"{name}: {len(ranks)}" for name, ranks in found)
+            raise ManageError(f"each machine needs as many ranks, one after the other, as torchrun starts them: {told}")
+        return found
+
+    def _group_of(self, ranks: list[int], patience: float) -> Any:
+        """Return the process group of some `ranks` of this one, which all call this."""
+        world = [dist.get_global_rank(self._group, rank) for rank in ranks]
+        timeout = timedelta(seconds=patience)
+        return dist.new_group(world, timeout=timeout, use_local_synchronization=True)
 
 
-def _open(offer: tuple[int, int, int, tuple[str, str]], here: tuple[str, str]) -> tuple[int, str]:
-    """Return a descriptor of the file of `offer`, or why it cannot be opened `here`."""
-    process, descriptor, nonce, there = offer
-    if here != there:
-        return -1, f"it is on another machine ({here[0]}, and rank 0 on {there[0]}); a group is of one machine so far"
+def _open(rank: int, offer: tuple[int, int, int]) -> tuple[int, str]:
+    """Return a descriptor of the file that `rank` offers, or its name and why it cannot be opened."""
+    process, descriptor, nonce = offer
     try:
         opened = open_file(process, descriptor)
     except OSError as error:
-        return (
-            -1,
-            f"/proc/{process}/fd/{descriptor} cannot be opened ({error}): run all ranks as one user, in one container",
-        )
+        path = f"/proc/{process}/fd/{descriptor}"
+        return -1, f"rank {rank}: {path} cannot be opened ({error}): run all ranks as one user, in one container"
     if os.pread(opened, 8, 0) != nonce.to_bytes(8, "little"):
         os.close(opened)
-        return -1, "it sees other processes than rank 0: run all ranks in one container"
+        return -1, f"rank {rank}: it sees other processes than rank {rank}: run all ranks in one container"
     return opened, ""
+
+
+_pretended: list[str] = []
+
+
+def on_machine(name: str) -> None:
+    """Have this process take itself for one on machine `name`, for tests."""
+    _pretended[:] = [name]
 
 
 def _machine() -> tuple[str, str]:
     """Return the name of this machine, and what identifies it since it was started."""
+    if _pretended:
+        return _pretended[0], "of a test"
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -15,17 +15,24 @@ from typing import Any
 import torch
 
 from hetmem.base.config import set_launcher
+from hetmem.ranks import join
 
 _IMPORTED = ["hetmem.ranks.join", "hetmem.ranks.prepared", "hetmem.testing"]
 
 
 def ranks(
-    count: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0, dies: tuple[int, ...] = ()
+    count: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    machines: int = 1,
+    seconds: float = 120.0,
+    dies: tuple[int, ...] = (),
 ) -> list[Any]:
     """Return what `function(rank, *arguments)` returns on each of `count` ranks, by rank: processes of one thread each,
     with a process group on gloo and the variables of torchrun.
 
-    `function`, a function of a module, and `arguments` are pickled, and so is what it returns. `dies`: ranks that end
+    `function`, a function of a module, and `arguments` are pickled, and so is what it returns. `machines`: how many
+    machines the ranks, a multiple of that, are to see: those of different ones share no memory. `dies`: ranks that end
     by a signal, which give None. Raises RuntimeError, with the tracebacks, if any has raised, or is still running after
     `seconds`; no process is left then.
     """
@@ -34,7 +41,7 @@ def ranks(
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
         processes = [
-            context.Process(target=_run, args=(rank, count, folder, pipes[rank][1], function, arguments))
+            context.Process(target=_run, args=(rank, count, machines, folder, pipes[rank][1], function, arguments))
             for rank in range(count)
         ]
         try:
@@ -70,9 +77,17 @@ def _results(pipes: list[Connection], seconds: float) -> list[tuple[str, Any]]:
 
 
 def _run(
-    rank: int, count: int, folder: str, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    count: int,
+    machines: int,
+    folder: str,
+    pipe: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     set_launcher(rank, count)
+    if machines > 1:
+        join.on_machine(f"machine {rank * machines // count}")
     torch.set_num_threads(1)
     try:
         store = (Path(folder) / "store").as_uri()

@@ -34,10 +34,11 @@ def never() -> bool:
 
 
 class Waits:
-    """The waits of `rank` for the others, whose processes are `processes`, for at most `patience` seconds."""
+    """The waits of `rank` for the others, whose processes are `processes`, for at most `patience` seconds. `first`: the
+    number of rank 0 of these in errors, as the ranks of other machines have numbers too."""
 
-    def __init__(self, words: Words, rank: int, processes: Sequence[int], patience: float) -> None:
-        self._words, self._rank, self._patience = words, rank, patience
+    def __init__(self, words: Words, rank: int, processes: Sequence[int], patience: float, first: int = 0) -> None:
+        self._words, self._rank, self._patience, self.first = words, rank, patience, first
         self._others = [other for other in range(len(processes)) if other != rank]
         self._deaths = select.poll()
         self._rank_of: dict[int, int] = {}
@@ -66,7 +67,7 @@ class Waits:
         that of any rank."""
         for rank in range(len(self._words.signs)):
             if error := self._words.error(rank):
-                raise PeerError(_ended(rank, error))
+                raise PeerError(_ended(self.first + rank, error))
         before, self.place = (self.place, self._words.place(self._rank)), place
         self._words.set_place(self._rank, place)
         try:
@@ -132,7 +133,7 @@ class Waits:
         ranks = range(len(words.signs))
         counts = (f"after {words.entered[rank]} backwards and {words.steps[rank]} steps" for rank in ranks)
         return "; ".join(
-            f"rank {rank}: {words.place(rank)}, {count}" for rank, count in zip(ranks, counts, strict=True)
+            f"rank {self.first + rank}: {words.place(rank)}, {count}" for rank, count in zip(ranks, counts, strict=True)
         )
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -142,11 +143,11 @@ class Waits:
         words = self._words
         for other in self._others:
             if error := words.error(other):
-                return _ended(other, error)
+                return _ended(self.first + other, error)
             if words.has_left[other]:
-                return f"rank {other} has released its model"
+                return f"rank {self.first + other} has released its model"
         for descriptor, _ in self._deaths.poll(0):
-            return f"rank {self._rank_of[descriptor]} has died or ended"
+            return f"rank {self.first + self._rank_of[descriptor]} has died or ended"
         if self._is_circle(now):
             return "all ranks wait for each other"
         if quiet > self._patience:

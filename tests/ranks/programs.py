@@ -128,8 +128,9 @@ class Program:
         if self.writes is not None:
             self.writes(Writes(place, step, model, optimizer))
 
-    def plain(self, ranks: int) -> list[dict[str, Tensor]]:
-        """By rank, what `trained` finds: of plain torch, in which the batches of all ranks come one after the other."""
+    def plain(self, ranks: int, machines: int = 1) -> list[dict[str, Tensor]]:
+        """By rank, what `trained` finds: of plain torch, in which the batches of all ranks come one after the other,
+        and the gradients of each machine are added before those of all are."""
         model = self.made()
         computes = model if self.mixed is None else copy.deepcopy(model).to(self.mixed)
         pairs = [*zip(model.parameters(), computes.parameters(), strict=True)]
@@ -142,6 +143,7 @@ class Program:
             losses: list[list[float]] = [[] for _ in range(ranks)]
             sums: dict[Tensor, Tensor] = given
             for micro in range(self.micro):
+                others: list[dict[Tensor, Tensor]] = [{} for _ in range(machines)]
                 for rank in (rank for rank in range(ranks) if micro < self.backwards(step, rank)):
                     for p, used in pairs:
                         used.data.copy_(p.data)
@@ -152,7 +154,10 @@ class Program:
                     for p, used in pairs:
                         if used.grad is not None:
                             part = used.grad.float() / ranks
-                            sums[p] = sums[p] + part if p in sums else part
+                            of_machine = sums if rank * machines < ranks else others[rank * machines // ranks]
+                            of_machine[p] = of_machine[p] + part if p in of_machine else part
+                for p, part in ((p, part) for each in others for p, part in each.items()):
+                    sums[p] = sums[p] + part if p in sums else part
                 for p, _ in pairs:
                     p.grad = sums.get(p)
                 self.write("a backward has ended", step, model, optimizer)
