@@ -182,11 +182,14 @@ def plan_ranks(
     max_grad_norm: float | None = None,
     loss_scale: float | Literal["dynamic"] | None = None,
     real: bool = False,
+    machines: int = 1,
+    network: int | str | None = None,
 ) -> RanksPlan:
-    """Plan a step of `ranks` ranks of one machine that train one model together, as `manage` does under torchrun.
+    """Plan a step of `ranks` ranks on each of `machines` that train one model, as `manage` does under torchrun.
 
-    `batch` and `micro_batches` are those of one rank, and `budget` is as for `manage`: `host` of the machine, `device`
-    of each rank. Other arguments, and errors, are those of `plan`; what a group of ranks does not have yet is a
+    `batch` and `micro_batches` are those of one rank, and `budget` is as for `manage`: `host` of each machine, `device`
+    of each rank. `network`: what a machine gets from others in a second, in bytes or as in "50GB/s"; for several
+    machines only. Other arguments, and errors, are those of `plan`; what a group of ranks does not have yet is a
     `PlanError`.
     """
     refuse_budget(budget)
@@ -202,16 +205,30 @@ def plan_ranks(
         max_grad_norm=max_grad_norm,
         loss_scale=loss_scale,
         real=real,
+        machines=machines,
+        network=network,
     )
 
 
 def plan_ranks_within(
-    call: TracedCall, capacities: Capacities, hardware: HardwareProfile, ranks: int, **options: Any
+    call: TracedCall,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    ranks: int,
+    *,
+    machines: int = 1,
+    network: int | str | None = None,
+    **options: Any,
 ) -> RanksPlan:
     """Plan as `plan_ranks` does, with `capacities` in bytes. `options` are keywords of `plan`."""
     refuse_options(options, frozen=call.frozen, nvme_bytes=capacities.nvme_bytes)
     rank = plan_within(call, replace(capacities, in_host=True), hardware, compares=False, **options)
-    return of_ranks(rank, hardware, ranks)
+    rate = (
+        None
+        if network is None
+        else parse_size(network.removesuffix("/s") if isinstance(network, str) else network, "network")
+    )
+    return of_ranks(rank, hardware, ranks, machines, rate)
 
 
 @dataclass(frozen=True, slots=True)

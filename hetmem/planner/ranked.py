@@ -1,5 +1,5 @@
-"""Plans of several ranks of one machine, which share homes in host memory: the peaks of a rank and of the machine, the
-bytes that host memory reads and writes in a step, and which other tool is better where the states fit the GPUs."""
+"""Plans of several ranks, which share the homes in the host memory of each machine: the peaks of a rank and a machine,
+the bytes that host memory reads and writes in a step and that the network carries, and which other tool is better."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _NAMES = {
     "device_to_host": "device to host",
     "host_memory": "host memory",
     "update": "optimizer update",
+    "network": "network",
 }
+_WHOLE = 4
+"""Up to so many machines each gets the sums of all others whole, as in hetmem.ranks.machines."""
 _NOT_YET = {
     "overlap": "off",
     "moments": "float32",
@@ -37,14 +40,15 @@ _NOT_YET = {
 
 @dataclass(frozen=True, repr=False)
 class RanksPlan:
-    """The predicted step of `ranks` ranks of one machine over one model. Bytes and seconds.
+    """The predicted step of `ranks` ranks on each of `machines` machines over one model. Bytes and seconds.
 
     `rank`: the plan of one of them as if it were alone, with all homes in host memory; its `budget` is that of the
-    group: `device` of each rank, `host` of the machine. `peak_bytes`: "device" of each rank, "host" of the machine.
-    `host_bytes`: what host memory reads and writes in a step. `terms`: the busy seconds of each resource of a rank, and
-    of the host's memory, which all share; `binding` names the largest. `compute_bound_tokens`: about the tokens (or
-    rows) of a rank's batch from which on compute binds. `better`: a sentence that names a tool for models whose states
-    fit the GPUs; "" for this one.
+    group: `device` of each rank, `host` of a machine. `peak_bytes`: "device" of each rank, "host" of a machine.
+    `host_bytes`: what host memory reads and writes in a step. `network_bytes`: what a machine gets from the others in a
+    step; nothing hides that. `terms`: the busy seconds of each resource of a rank, and of the host's memory and the
+    network, which the ranks of a machine share; `binding` names the largest. `compute_bound_tokens`: about the tokens
+    (or rows) of a rank's batch from which on compute binds. `better`: a sentence that names a tool for models whose
+    states fit the GPUs; "" for this one.
     """
 
     ranks: int
@@ -57,34 +61,47 @@ class RanksPlan:
     step_seconds: float | None
     compute_bound_tokens: int | None
     better: str
+    machines: int = 1
+    network_bytes: int = 0
 
     def __str__(self) -> str:
         rank = self.rank
         if not self.fits or self.step_seconds is None or self.binding is None:
-            return f"{self.ranks} ranks, with all homes in host memory, as each alone would be:\n{rank}"
+            told = [f"{self.ranks} ranks, with all homes in host memory, as each alone would be:\n{rank}"]
+            return "\n".join(told + ([wrapped(_DIVIDED)] if self.machines > 1 else []))
         kind = "rows" if rank.tokens == rank.rows else "tokens"
         lines = [
-            f"{rank.model}: {count(rank.parameters)} parameters, {self.ranks} ranks, {rank.tokens} {kind} a batch "
-            f"each, {rank.hardware}",
+            f"{rank.model}: {count(rank.parameters)} parameters, {self.ranks} ranks{self._places()}, "
+            f"{rank.tokens} {kind} a batch each, {rank.hardware}",
             f"peaks: {format_size(self.peak_bytes['device'])} on the device of each rank, "
             f"{format_size(self.peak_bytes['host'])} of the machine's host memory, which they share",
             f"step: {format_seconds(self.step_seconds)}, {self._speed(kind)} in all; {_NAMES[self.binding]} binds",
-            "terms: " + ", ".join(f"{_NAMES[name]} {format_seconds(self.terms[name])}" for name in _NAMES),
+            "terms: " + ", ".join(f"{_NAMES[name]} {format_seconds(seconds)}" for name, seconds in self.terms.items()),
             f"host memory reads and writes {format_size(self.host_bytes)} in a step: weights for each rank, sums of "
             f"gradients, updates",
             f"compute binds from about {self.compute_bound_tokens} {kind} a rank on",
         ]
+        if self.network_bytes:
+            lines.append(
+                f"each machine gets {format_size(self.network_bytes)} of the others' sums in a step, behind its "
+                f"backwards: nothing hides the network"
+            )
         lines += [self.better] if self.better else []
         arguments = ", ".join(rank.keywords)
         code = ["", f"model = hetmem.manage(model, {arguments})", rank.constructor]
-        run = f"# torchrun --nproc-per-node={self.ranks} train.py"
+        nodes = f"--nnodes={self.machines} " if self.machines > 1 else ""
+        run = f"# torchrun {nodes}--nproc-per-node={self.ranks} train.py"
         return printable("\n".join([*map(wrapped, lines), *code, run]))
 
     __repr__ = __str__
 
+    def _places(self) -> str:
+        return f" on each of {self.machines} machines" if self.machines > 1 else ""
+
     def _speed(self, kind: str) -> str:
         assert self.step_seconds is not None
-        return f"{count(self.ranks * self.rank.tokens * self.rank.micro_batches / self.step_seconds)} {kind}/s"
+        tokens = self.machines * self.ranks * self.rank.tokens * self.rank.micro_batches
+        return f"{count(tokens / self.step_seconds)} {kind}/s"
 
 
 def refuse_options(options: dict[str, Any], *, frozen: object, nvme_bytes: int) -> None:
@@ -95,27 +112,40 @@ def refuse_options(options: dict[str, Any], *, frozen: object, nvme_bytes: int) 
         raise PlanError(f"a plan of several ranks does not have {', '.join(asked)} yet: see docs/ranks.md")
 
 
-def of_ranks(rank: Plan, hardware: HardwareProfile, ranks: int) -> RanksPlan:
-    """Return the plan of `ranks` ranks of which each alone would run as `rank`, with all homes in host memory."""
-    if type(ranks) is not int or ranks < 1:
-        raise PlanError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+def of_ranks(
+    rank: Plan, hardware: HardwareProfile, ranks: int, machines: int = 1, network: float | None = None
+) -> RanksPlan:
+    """Return the plan of `ranks` ranks on each of `machines`, of which each alone would run as `rank`, with all homes
+    in host memory. `network`: bytes a second that a machine gets."""
+    for name, number in (("ranks", ranks), ("machines", machines)):
+        if type(number) is not int or number < 1:
+            raise PlanError(f"{name} must be a whole number of at least 1, got {number!r}")
+    if (network is None) != (machines == 1):
+        raise PlanError("a plan of several machines needs network=, the bytes a second that each gets, and none of one")
     peaks = {tier: rank.peak_bytes[tier] for tier in ("device", "host")}
     if not rank.fits or rank.step_seconds is None:
-        return RanksPlan(ranks, rank, False, peaks, 0, {}, None, None, None, "")
+        return RanksPlan(ranks, rank, False, peaks, 0, {}, None, None, None, "", machines)
     link_in, out = (rank.link_bytes.get(name, 0) for name in ("host_to_device", "device_to_host"))
     once = out // rank.micro_batches  # the gradients of one backward; all but the first of a step are added
     sums = once * (2 * ranks * rank.micro_batches - 1)
     updates = rank.role_bytes["host"].get("exp_avg", 0) * _UPDATE_TRAFFIC
     updates += rank.role_bytes["host"].get("compute", 0)
     host, rate = ranks * link_in + sums, hardware.host.traffic_bytes_per_second
-    terms = {name: rank.terms.get(name, 0.0) for name in _NAMES}
+    terms = {name: rank.terms.get(name, 0.0) for name in _NAMES if name != "network"}
+    sent = 0
+    if network is not None:
+        others = machines - 1
+        parts = others if machines <= _WHOLE else 2 * others / machines
+        sent = math.ceil(parts * rank.role_bytes["host"].get("grad", 0)) * rank.micro_batches
+        terms["network"] = sent / network
     if ranks > 1:  # what is added comes to the device before
         terms["host_to_device"] += once / hardware.host_to_device.bytes_per_second
     terms["host_memory"] = (host + updates) / rate
     alone = rank.step_seconds - terms["update"]
     seconds = max(alone, terms["host_to_device"], host / rate) + max(terms["update"], updates / rate)
-    others = max(value for name, value in terms.items() if name != "compute")
-    bound = math.ceil(rank.tokens * others / terms["compute"]) if terms["compute"] else None
+    seconds += terms.get("network", 0.0)
+    longest = max(value for name, value in terms.items() if name != "compute")
+    bound = math.ceil(rank.tokens * longest / terms["compute"]) if terms["compute"] else None
     return RanksPlan(
         ranks,
         rank,
@@ -127,7 +157,15 @@ def of_ranks(rank: Plan, hardware: HardwareProfile, ranks: int) -> RanksPlan:
         seconds,
         bound,
         _better(rank, ranks),
+        machines,
+        sent,
     )
+
+
+_DIVIDED = (
+    "Each machine keeps a whole copy of the states. Where one has no room for it they have to be divided among the "
+    "machines: fully_shard with hetmem.AdamW(budget=…), as hetmem plan --optimizer-only --ranks … --machines … plans it"
+)
 
 
 def _better(rank: Plan, ranks: int) -> str:

@@ -112,10 +112,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="of one machine, which share the model in --host-memory; with --optimizer-only: that fully_shard divides "
+        help="of a machine, which share the model in --host-memory; with --optimizer-only: that fully_shard divides "
         "the model among",
     )
-    parser.add_argument("--machines", type=int, help="with --optimizer-only: that the ranks are on; default: 1")
+    parser.add_argument(
+        "--machines",
+        "--nodes",
+        type=int,
+        help="with --ranks: so many ranks on each, a copy of the model in the host memory of each; with "
+        "--optimizer-only: that all ranks are divided among; default: 1",
+    )
+    parser.add_argument("--network", help="with --machines: what a machine gets from others, e.g. 50GB/s")
     parser.add_argument("--offloaded", action="store_true", help="with --optimizer-only: CPUOffloadPolicy")
     parser.add_argument("-o", "--output", help="save the plan that is to be pasted as JSON")
     parser.add_argument("--write", metavar="FILE", help="write a program that trains as planned, e.g. train.py")
@@ -140,8 +147,10 @@ def run(options: argparse.Namespace) -> int:
     check_output(options.write)
     if options.optimizer_only:
         return _plan_optimizer(options)
-    if options.machines or options.offloaded:
-        raise HetmemError("--machines and --offloaded go with --optimizer-only: hetmem.manage is for one machine")
+    if options.offloaded:
+        raise HetmemError("--offloaded goes with --optimizer-only: hetmem.manage keeps homes in host memory by itself")
+    if (options.machines or options.network) and options.ranks is None:
+        raise HetmemError("--machines and --network need --ranks, the number of each machine")
     if options.ranks is not None and (options.output or options.write):
         raise HetmemError("-o and --write are for plans of one process: several ranks take the code that is printed")
     collects = gc.isenabled()
@@ -212,7 +221,14 @@ def _planned(options: argparse.Namespace, begin: Callable[[str], None]) -> int:
     if options.ranks is not None:
         with offline:
             of_ranks = planner.plan_ranks_within(
-                _call(options), planner.capacities_of(limits, profile), profile, options.ranks, on_stage=begin, **how
+                _call(options),
+                planner.capacities_of(limits, profile),
+                profile,
+                options.ranks,
+                machines=options.machines or 1,
+                network=options.network,
+                on_stage=begin,
+                **how,
             )
         say(of_ranks)
         return 0 if of_ranks.fits else 1

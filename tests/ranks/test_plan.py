@@ -79,6 +79,24 @@ def test_the_terms_are_those_of_the_design() -> None:
     assert four.compute_bound_tokens == math.ceil(four.rank.tokens * others / four.terms["compute"])
 
 
+def test_machines_exchange_the_sums_of_each_backward() -> None:
+    one, micro_batches = planned(2), 2
+    options = {"chunk_bytes": CHUNK, "mixed_precision": torch.bfloat16, "micro_batches": micro_batches}
+    for machines, copies in ((2, 1), (4, 3), (8, 7 / 4)):
+        plan = hetmem.plan_ranks(Model, batch(0), 2, BUDGET, machines=machines, network="1GB/s", **options)
+        sums = plan.rank.role_bytes["host"]["grad"]
+        assert plan.network_bytes == math.ceil(copies * sums) * micro_batches
+        assert plan.terms["network"] == plan.network_bytes / 1e9
+        assert plan.peak_bytes == one.peak_bytes
+        assert f"2 ranks on each of {machines} machines" in " ".join(str(plan).split())
+    alone = hetmem.plan_ranks(Model, batch(0), 2, BUDGET, **options)
+    assert plan.step_seconds == pytest.approx(alone.step_seconds + plan.terms["network"])
+    little = hetmem.Budget(device="2MiB", host="1MiB")
+    assert "have to be divided" in str(hetmem.plan_ranks(Model, batch(0), 2, little, machines=2, network="1GB/s"))
+    with pytest.raises(PlanError, match="several machines needs network="):
+        hetmem.plan_ranks(Model, batch(0), 2, BUDGET, machines=2)
+
+
 def test_what_fits_the_gpus_is_sent_elsewhere_and_what_a_group_has_not_is_refused() -> None:
     texts = [str(planned(4, hetmem.Budget(device=device, host="64MiB"))) for device in ("2MiB", "4MiB", "1GiB")]
     assert "better tool" not in texts[0]
