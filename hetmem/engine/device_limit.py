@@ -145,15 +145,18 @@ class DeviceRoom(ChunkLimit):
 
     def is_as_left(self, expected: Moment, *, beside_gradients: bool = False) -> bool:
         """Return whether `before_moment` would change nothing: the chunk limit is the largest, and stays so, also
-        beside gradients that wait or are in flight, if these are asked for."""
+        beside gradients that wait or are in flight, if these are asked for. What is left then may be gathered."""
         if self._left != self._memory.device_home_bytes:
             return False
         needed = expected.non_model_bytes if self._watched else self._room_wanted
         gradients = self._traffic.gradients
         waiting = gradients.gathered_bytes if beside_gradients else gradients.summed_bytes
+        left = self._harmless - needed
         if beside_gradients and gradients.leaving:
-            waiting += gradients.leaving_bytes
-        return needed + waiting <= self._harmless
+            left -= gradients.leaving_bytes
+        most = gradients.sends.most_bytes - gradients.sends.nbytes
+        gradients.allowed_bytes = left if left < most else most
+        return waiting <= left
 
     def has_room_for(self, expected: Moment, slots: int | None = None) -> bool:
         """Return whether chunks may have `slots` slots (None: one for each copy) beside the bytes `expected`."""

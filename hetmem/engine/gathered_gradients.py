@@ -3,6 +3,9 @@ the chunk has all of them.
 
 It takes the first gradient of a parameter in a backward, from a working weight, where nothing reads gradients as they
 arrive. All others are sent alone, behind those that wait here.
+
+Note "room": what waits has room beside copies until the next moment of the trace, or the row of them that is leased
+together: the moment looks whether it leaves that room (`Uses`), and what comes after it asks for as much as that left.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class GatheredGradients:
         self._sink = cast("Callable[[], Sink]", weakref.ref(sink))
         copies = sink.runtime.traffic.gradients
         self._copies: Callable[[], Any] = weakref.ref(copies)
+        self._tracer = sink.runtime.tracer
         self.fresh: dict[ManagedParameter, None] = {}
         """Parameters that may be gathered: without hooks of the program, a gradient, or one that the program holds."""
         self.chunks: dict[Chunk, Gathered] = {}
@@ -51,11 +55,6 @@ class GatheredGradients:
         self._counts: dict[Chunk, int] = {}
         """How many gradients of each chunk were gathered in this backward."""
         self._usual: dict[Chunk, int] = {}
-        self.gathers = self._in_place = False
-        """Whether gradients are gathered: where copies are evicted they need the room, and each moment would look at
-        what waits; and whether nothing but hetmem holds the homes of gradients in `fresh`, where hetmem made them."""
-        self._allowed = 0
-        """Bytes that may be gathered: as many as had room when the first gradient of the last chunk came."""
 
     def begin(self, sums: SummedGradients) -> None:
         """Begin a backward. Call it without `__torch_function__`. `sums`: takes them if it is of several
@@ -63,9 +62,8 @@ class GatheredGradients:
         sink = self._sink()
         self.send_all()
         self._counts.clear()
-        sink.runtime.traffic.gradients.beside_bytes = -1
-        self.fresh = {} if sink.runtime.memory.resident else self._find_fresh()
-        self.gathers = bool(sink.runtime.all_copies.leased) and sink.ranked is None
+        sink.runtime.traffic.gradients.allowed_bytes = -1
+        self.fresh = {} if sink.runtime.memory.resident or sink.ranked is not None else self._find_fresh()
         sums.begin(self.fresh)
         if sums.runs:
             self.fresh = {}
@@ -83,8 +81,7 @@ class GatheredGradients:
         elsewhere = {chunk for chunk in others if _is_elsewhere(chunk)}
         found = [each for each in managed_ones if each.parameter.grad is None and each.chunk not in elsewhere]
         shown = [each for each in found if each.grad_home is not None and each.grad_view is None]
-        self._in_place = are_own([each.grad_home for each in shown], [each.grad_address for each in shown])
-        if not self._in_place:
+        if not are_own([each.grad_home for each in shown], [each.grad_address for each in shown]):
             found = [each for each in found if not is_held(each)]
         elif len(shown) < len(found):
             found = [each for each in found if each.grad_view is None or not is_held(each)]
@@ -123,29 +120,20 @@ class GatheredGradients:
         gathered.places += (home,)
         gathered.arrived += (arrived,)
         gathered.missing -= 1
+        self._tracer.gradients_sent += 1
         copies = self._copies()
         copies.gathered_bytes += arrived.nbytes
         if not gathered.missing:
             self.send(chunk)
-        elif copies.gathered_bytes > self._allowed:
+        elif copies.gathered_bytes > copies.allowed_bytes and copies.gathered_bytes > copies.room_bytes():
             self.send_all()
         return True
 
-    def send_alone(self, managed: ManagedParameter, weight: torch.Tensor, arrived: torch.Tensor) -> bool:
-        """Do `take` by a transfer of its own, where it goes to the home that is there."""
-        sink, chunk, home = self._sink(), managed.chunk, managed.grad_home
-        narrow = chunk.hides or chunk.gradient_dtype is not None or managed.grad_view is not None
-        if home is None or narrow or not self._in_place or sink.notifies or sink.runtime.traffic.updating:
-            return False
-        del self.fresh[managed]
-        show_first_gradient(managed.parameter, weight, home)
-        try:
-            if sink.send_to(managed, arrived, adds=False):
-                sink.flights.begin(managed)
-        except BaseException:
-            show_gradient(managed.parameter, None)
-            raise
-        return True
+    def note_alone(self, managed: ManagedParameter) -> None:
+        """Count a gradient of `managed` that is sent alone, and may be gathered in the next backward."""
+        if managed in self.fresh:
+            del self.fresh[managed]
+            self._counts[managed.chunk] = self._counts.get(managed.chunk, 0) + 1
 
     def _begin(self, managed: ManagedParameter, arrived: torch.Tensor) -> Gathered | None:
         """Begin to gather gradients of the chunk of `managed`; None if it is not to be."""
@@ -157,8 +145,6 @@ class GatheredGradients:
             return None
         if chunk.hides and chunk in sink.lent and managed.grad_home is None:
             open_hidden_homes(chunk)
-        copies = self._copies()
-        self._allowed = copies.room_bytes()
         missing = self._usual.get(chunk, 0) or sum(map(_TRAINS, chunk.parameters))
         gathered = Gathered(arrived.dtype, max(1, missing - self._counts.get(chunk, 0)), hides=chunk.hides)
         self.chunks[chunk] = gathered
@@ -180,7 +166,7 @@ class GatheredGradients:
         self._counts[chunk] = self._counts.get(chunk, 0) + len(arrived)
         work = partial(sink.runtime.memory.device.gradients_out, gathered.places, arrived)
         try:
-            copies.send(chunk, work, sum(map(_NBYTES, gathered.places)), arrived)
+            copies.send(chunk, work, sum(map(_NBYTES, gathered.places)), arrived, gathered=True)
         except BaseException:
             for managed in gathered.managed:
                 show_gradient(managed.parameter, None)

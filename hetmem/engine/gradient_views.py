@@ -346,9 +346,13 @@ class GradientLoans:
         return lent
 
     def hurry(self) -> bool:
-        """Have updates begin that a step begins late because it does not know how many gradients come; return whether
-        any did."""
-        return any(listener.hurry() for listener in self._listeners)
+        """Send gradients that wait for others of their chunk, so that their updates begin, or else have updates begin
+        that a step begins late because it does not know how many gradients come; return whether there were any."""
+        gradients = self._runtime.traffic.gradients
+        before = gradients.gathered_bytes
+        if before > gradients.summed_bytes:
+            gradients.send_gathered()
+        return gradients.gathered_bytes < before or any(listener.hurry() for listener in self._listeners)
 
     def may_lend(self, chunk: Chunk) -> bool:
         """Return whether memory for gradients of `chunk` was set aside, lent or not."""

@@ -184,8 +184,8 @@ class GradientCopies:
         """Those whose `lost` is called if a gradient of a chunk was sent and did not arrive."""
         self.room: Callable[[], RoomForGradients | None] = lambda: None
         """A weak reference to what limits device memory."""
-        self.beside_bytes = -1
-        """What its `room_for_gradients` has returned; -1: another moment has begun since."""
+        self.allowed_bytes = -1
+        """How many device bytes may be gathered, as `room_bytes` has said; -1: another moment has begun since."""
         self.leaving: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
         """The device memory of gradients in flight, by number of the send."""
         self.gathered_bytes = 0
@@ -202,10 +202,19 @@ class GradientCopies:
         else:
             self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
-    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradients: Sequence[torch.Tensor]) -> None:
+    def send(
+        self,
+        chunk: Chunk,
+        work: Callable[[], None],
+        nbytes: int,
+        gradients: Sequence[torch.Tensor],
+        *,
+        gathered: bool = False,
+    ) -> None:
         """Run `work`, which copies `gradients`, of `nbytes` at home, to the home of `chunk`: few bytes on this thread,
-        others while the backward goes on. Then end the lease of the staged role, if it is on NVMe."""
-        home = chunk.homes[Role.GRAD]
+        others while the backward goes on. Then end the lease of the staged role, if it is on NVMe. `gathered`: the
+        trace has been told of them as they were gathered."""
+        home, sent = chunk.homes[Role.GRAD], 0 if gathered else len(gradients)
         if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
             try:
                 if home.tier is Tier.DEVICE:
@@ -216,7 +225,7 @@ class GradientCopies:
                 if home.tier is Tier.NVME:
                     self._end_lease(home)
             if (room := self.room()) is not None:
-                room.gradients_sent(len(gradients))
+                room.gradients_sent(sent)
             if home.tier is Tier.NVME:
                 self._write_back(chunk, home)
             return
@@ -225,8 +234,9 @@ class GradientCopies:
         ended = partial(weakly(self._arrived), chunk, send)
         self._executor.copy_beside(Link.DEVICE_TO_HOST, partial(_without_functions, work), nbytes, ended)
         if (room := self.room()) is not None:
-            room.gradients_sent(len(gradients))
+            room.gradients_sent(sent)
         self.sends.wait_for_room()
+        self.allowed_bytes = -1
 
     def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
         del self.leaving[send.number]
@@ -254,10 +264,11 @@ class GradientCopies:
             self._executor.execute(self._residency.settle(home.block))
 
     def room_bytes(self) -> int:
-        """Return how many device bytes may be gathered beside the gradients in flight."""
-        if self.beside_bytes < 0 and (room := self.room()) is not None:
-            self.beside_bytes = max(0, room.room_for_gradients())
-        return self.sends.room_bytes(self.beside_bytes)
+        """Return how many device bytes may be gathered beside the gradients in flight, in the moment that runs."""
+        room = self.room()
+        beside = 0 if room is None else max(0, room.room_for_gradients())
+        self.allowed_bytes = self.sends.room_bytes(beside)
+        return self.allowed_bytes
 
     @property
     def under_way(self) -> bool:

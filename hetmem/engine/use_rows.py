@@ -71,7 +71,7 @@ class UseRows:
         self, memory: Memory, traffic: Traffic, tracer: StepTracer, room: DeviceRoom, events: EventLog
     ) -> None:
         self._memory, self._traffic, self._tracer, self._room, self._events = memory, traffic, tracer, room, events
-        self._residency, self._gradients = traffic.residency, traffic.gradients
+        self._residency = traffic.residency
         self._slots, self._slot_bytes = traffic.residency.taken[DEVICE], memory.device_pool.slot_bytes
         self._watched = memory.device.watched
         self.open: UseRow | None = None
@@ -85,18 +85,14 @@ class UseRows:
         """Begin a lease of each of `row.used`. Returns False, with nothing begun, if more memory is needed than now, or
         one of them was written to since its last use."""
         room, used = self._room, row.used
-        if room.leaving or room.ahead or self.are_leaving() or not room.is_as_left(row.worst):
+        if room.leaving or room.ahead or not room.is_as_left(row.worst, beside_gradients=self._watched):
             return False
         if [*map(_VERSION, used)] != [*map(_VERSION_SEEN, used)]:
             return False
         self._residency.lease(used.uses)
         self._tracer.expect(row.worst)
-        self._gradients.beside_bytes, row.begun = -1, 0
+        row.begun = 0
         return True
-
-    def are_leaving(self) -> bool:
-        """Return whether gradients are in flight, or wait, off a device whose every byte is watched."""
-        return bool(self._watched and (self._gradients.leaving or self._gradients.gathered_bytes))
 
     def count(self, row: UseRow, begun: int) -> None:
         """Count the first `begun` uses of `row` as uses of the schedule, and log them."""

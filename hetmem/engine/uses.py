@@ -67,7 +67,7 @@ class Uses:
         """Begin a moment; the caller then moves the schedule on to its use of `blocks`. Returns whether it is the usual
         one: nothing is measured, and bytes in flight off the device do not count, or have room beside all copies."""
         tracer, room, gradients = self._tracer, self._room, self._gradients
-        gradients.beside_bytes = -1
+        gradients.allowed_bytes = -1
         usual = not (tracer.measured or room.leaving or room.ahead)
         if usual:
             moment = tracer.moment(operator, blocks, self._buffer_bytes)
@@ -243,9 +243,10 @@ class Uses:
             return managed.home
         rows, row = self.rows, self.rows.open
         if (
-            (row is not None and row.begun < row.length and row.used[row.begun] is managed)
+            row is not None
+            and row.begun < row.length
+            and row.used[row.begun] is managed
             and self._none_finished()
-            and not (self._watched and (self._gradients.leaving or self._gradients.gathered_bytes))
         ):
             row.begun += 1
             assert managed.device is not None

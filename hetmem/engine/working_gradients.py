@@ -62,10 +62,10 @@ class WorkingGradients:
                 fresh = managed in gathered.fresh and parameter.grad is None
                 if (fresh or summed.runs) and not sink.parts and arrived.layout is torch.strided:
                     plain = sink.segments.unseen and not (arrived.requires_grad or sink.runtime.bindings.met)
-                    alone = fresh and not gathered.gathers
-                    take = gathered.send_alone if alone else (gathered if fresh else summed).take
-                    if plain and take(managed, weight, arrived):
+                    if plain and (gathered if fresh else summed).take(managed, weight, arrived):
                         return
+                if fresh:
+                    gathered.note_alone(managed)
                 if managed.chunk in gathered.chunks:
                     gathered.send(managed.chunk)
                 take_gradient(weight)

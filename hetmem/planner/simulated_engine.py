@@ -72,6 +72,11 @@ class Notes(ChunkLimit):
     def _expect(self, key: Hashable) -> None:
         self._traffic.execute(self._traffic.residency.expect(self._tracer.book.schedules(key)))
 
+    @property
+    def measured(self) -> bool:
+        """Whether the running segment is measured."""
+        return self._tracer.measured
+
     # ---- moments -----------------------------------------------------------------------------------------------
 
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> None:
@@ -84,17 +89,18 @@ class Notes(ChunkLimit):
             self._traffic.send_sums()
         self.set_limit(moment.non_model_bytes + self._traffic.summed_bytes)
         self._traffic.residency.reach(blocks, DEVICE)
+        if self._traffic.gathered_bytes and not self._tracer.measured and self.leaving_bytes > self.beside_chunks():
+            self._traffic.send_gathered()
         self.peaks.device_in_use(self.chunk_bytes(), moment.non_model_bytes)
 
-    def all_at_once(self, blocks: Iterable[int]) -> bool:
+    def all_at_once(self, blocks: Iterable[int]) -> None:
         """Count what the segment that has begun needs beside chunks, at most, with all copies if each of `blocks` has
-        one: they are leased until it ends. Return whether they are."""
+        one: they are leased until it ends."""
         moment = self._tracer.all_ahead(())
         if moment is None or not self._traffic.residency.all_on_device(blocks):
-            return False
+            return
         if self.missing_bytes(moment.non_model_bytes) <= 0:
             self.peaks.device_in_use(self.chunk_bytes(), moment.non_model_bytes)
-        return True
 
     def acquire(self, block: int, live_bytes: int) -> None:
         """Use `block` on the device in the moment that began with `live_bytes`. If there is no room, try again with

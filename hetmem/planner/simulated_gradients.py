@@ -59,20 +59,22 @@ class SimulatedGradients:
         """Those of memory that was not set aside."""
         self.loaned_bytes = 0
         """The most of that, beside `new_bytes`, at one time."""
-        self.hurry = hurry
+        self._hurry = hurry
         self.gathers = False
-        """Whether gradients of a chunk wait on the device until they are all there: those of working weights."""
+        """Whether gradients of a chunk wait on the device until they are all there: in backwards that follow a trace."""
         self.gathered: dict[int, tuple[int, int, int]] = {}
         """By chunk, how many are missing, and the bytes at home and on the device of those that wait."""
-        self._allowed = 0
+        self._came: Counter[int] = Counter()
+        """How many gradients of each chunk were gathered and sent in this backward."""
         self._sums: dict[int, _SimulatedSum] = {}
         self._open: dict[int, set[int]] = {}
         """By chunk, the parameters whose sum may be made on the device, and is not complete."""
-        traffic.send_sums = self._send_all_sums
+        traffic.send_sums, traffic.send_gathered = self._send_all_sums, self.send_all_gathered
 
-    def begin(self, *, leased: bool) -> None:
-        """Begin a backward; `leased`: all copies are on the device until it ends."""
-        self.gathers = leased and not self._turns
+    def begin(self, *, measured: bool) -> None:
+        """Begin a backward, which may be `measured`."""
+        self.gathers = not (measured or self._turns)
+        self._came.clear()
         self._open.clear()
         for parameter, count in self._expected.items() if self._turns else ():
             chunk = self.arrangement.chunk_of[parameter]
@@ -82,7 +84,7 @@ class SimulatedGradients:
 
     def end(self) -> None:
         """End a backward: send what waits."""
-        self.send_gathered([*self.gathered])
+        self.send_all_gathered()
         self._send_all_sums()
 
     def is_gathered(self, chunk: int) -> bool:
@@ -181,14 +183,14 @@ class SimulatedGradients:
         if not self.gathers:
             traffic.send_gradient(chunk, nbytes, device_bytes)
             return
-        if chunk not in self.gathered:
-            self._allowed = traffic.gradients.room_bytes(max(0, self._notes.beside_chunks()))
         members = self.arrangement.ground.chunks[chunk].parameters
-        most = sum(self._expected.get(member, 0) for member in members)
+        most = sum(self._expected.get(member, 0) for member in members) - self._came[chunk]
         missing, at_home, on_device = self.gathered.get(chunk, (most, 0, 0))
         self.gathered[chunk] = missing - 1, at_home + nbytes, on_device + device_bytes
+        self._came[chunk] += 1
         traffic.gathered_bytes += device_bytes
-        if missing == 1 or traffic.gathered_bytes > self._allowed:
+        allowed = traffic.gradients.room_bytes(max(0, self._notes.beside_chunks()))
+        if missing == 1 or traffic.gathered_bytes > allowed:
             self.send_gathered([chunk] if missing == 1 else [*self.gathered])
 
     def send_gathered(self, chunks: Collection[int]) -> None:
@@ -197,6 +199,12 @@ class SimulatedGradients:
             _, nbytes, device_bytes = self.gathered.pop(chunk)
             self._traffic.gathered_bytes -= device_bytes
             self._traffic.send_gradient(chunk, nbytes, device_bytes)
+
+    def send_all_gathered(self) -> bool:
+        """Do `send_gathered` for all chunks; return whether there was one."""
+        found = [*self.gathered]
+        self.send_gathered(found)
+        return bool(found)
 
     def _staged(self, chunk: int, block: int) -> None:
         """Release `block`, now that a gradient of `chunk` is in it in staging, and write it if it is complete."""
@@ -226,6 +234,11 @@ class SimulatedGradients:
 
     def _note_loans(self) -> None:
         self.loaned_bytes = max(self.loaned_bytes, sum(self._loans.values()) + self.new_bytes[Tier.HOST])
+
+    def hurry(self) -> bool:
+        """Send what is gathered, so that its update gives memory back, or have updates begin early in the first step;
+        return whether there was any."""
+        return self.send_all_gathered() or self._hurry()
 
     def may_lend(self, chunk: int) -> bool:
         """Return whether a home large enough for gradients of `chunk` was set aside, lent or not."""

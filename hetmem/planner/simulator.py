@@ -138,6 +138,8 @@ class SimulatedTraffic:
         """Those of the latter."""
         self.send_sums: Callable[[], None] = lambda: None
         """Sends them home."""
+        self.send_gathered: Callable[[], object] = lambda: None
+        """Sends the others."""
         self.ahead_bytes = 0
         """Bytes of activations fetched to the device, until their use."""
         self._commands: deque[tuple[Fetch | Write, bool]] = deque()

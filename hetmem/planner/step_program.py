@@ -171,7 +171,8 @@ class Rehearsal:
                 self._notes.begin((*BACKWARD, self._turns))
                 if self._blocks:
                     blocks = set(map(self._block_of, range(len(self.arrangement.chunk_of))))
-                    self._sink.begin(leased=self._notes.all_at_once(blocks))
+                    self._notes.all_at_once(blocks)
+                    self._sink.begin(measured=self._notes.measured)
                 self._traffic.gradients.complete.begin()
                 self._sink.prepare_sums(self._begun)
             case Kind.USE | Kind.SAVED if self._blocks:

@@ -81,8 +81,8 @@ class GradientMemory(Protocol[OfChunkT]):
         ...
 
     def hurry(self) -> bool:
-        """Begin updates that wait only because it is not known yet how many gradients a step has; False if there are
-        none."""
+        """Send gradients that wait on the device for others of their chunk, or begin updates that wait only because it
+        is not known yet how many gradients a step has; False if there are none."""
         ...
 
     def give_own(self, chunk: OfChunkT) -> None:

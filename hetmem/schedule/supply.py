@@ -197,16 +197,20 @@ class Supply:
     def _leaves_slots(self, block: int, cache: Cache) -> bool:
         """Return whether slots are left beside `block`, if one is free for it, for all missing blocks that are used
         sooner: else one of them would take its place before it is used."""
-        free = cache.limit - cache.slots.used - self._blocks[block].span
-        sooner: dict[int, None] = {}
-        for other in cache.missing(cache.schedule.count) if free >= 0 else ():
-            if other == block:
+        known, copies, schedule = self._blocks, cache.copies, cache.schedule
+        free = cache.limit - cache.slots.used - known[block].span
+        if free < 0:
+            return True
+        sooner = {block}
+        for blocks in schedule.between(schedule.position, min(schedule.position + schedule.count, schedule.barrier)):
+            if block in blocks:
                 break
-            if other not in sooner:
-                sooner[other] = None
-                free -= self._blocks[other].span
-                if free < 0:
-                    return False
+            for other in blocks:
+                if other not in copies and other not in sooner:
+                    sooner.add(other)
+                    free -= known[other].span
+                    if free < 0:
+                        return False
         return True
 
     def _bring_in(self, block: int, cache: Cache, commands: list[Command]) -> bool:
