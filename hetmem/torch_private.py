@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -67,6 +68,7 @@ NoDispatch = _C._DisableTorchDispatch  # and no modes of operators
 function_modes_around = _C._len_torch_function_stack  # how many modes of the user's are in force
 dispatch_modes_around = _C._len_torch_dispatch_stack
 function_mode_stack = _get_current_function_mode_stack
+DefaultDevice: type = DeviceContext  # the mode of `torch.set_default_device`
 push_mode, pop_mode = _push_mode, _pop_mode  # a mode that begins in one hook and ends in another
 dispatch_mode_stack = _get_current_dispatch_mode_stack
 push_dispatch_mode, pop_dispatch_mode = (

@@ -61,6 +61,23 @@ class Worker(Protocol):
         """End all work."""
 
 
+class Watch(Protocol):
+    """What watches operators; see `DeviceMonitor`."""
+
+    own: bool
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Return a context that hides what is carried out."""
+        ...
+
+
+class Unwatched:
+    """Where nothing watches."""
+
+    own = False
+    unwatched = staticmethod(nullcontext[None])
+
+
 class Executor:
     """Begins the transfers of commands, reports their ends to `residency`, and waits for transfers and other jobs."""
 
@@ -86,8 +103,7 @@ class Executor:
         self._bindings = bindings
         self._events = events
         self._sanitize = sanitize
-        self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
-        """See `DeviceMonitor.unwatched`."""
+        self.watch: Watch = Unwatched()
         self._at_work: Callable[[], set[object] | None] = lambda: None
         self._commands: deque[Command] = deque()
         self._urgent: int | None = None
@@ -307,10 +323,10 @@ class Executor:
             return
         self._urgent = urgent
         try:
-            if is_unseen():
+            if self.watch.own or is_unseen():
                 self._carry_out_all()
             else:
-                with self.unwatched():
+                with self.watch.unwatched():
                     self._carry_out_all()
         finally:
             self._urgent = None

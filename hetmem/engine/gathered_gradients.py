@@ -11,6 +11,7 @@ together: the moment looks whether it leaves that room (`Uses`), and what comes 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -25,16 +26,18 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.trace import Tier
 
 _HOOKS = attrgetter("parameter._backward_hooks"), attrgetter("parameter._post_accumulate_grad_hooks")
-_TRAINS, _NBYTES = attrgetter("parameter.requires_grad"), attrgetter("nbytes")
+_TRAINS = attrgetter("parameter.requires_grad")
 
 
 class Gathered:
     """Gradients of one chunk, of `dtype`, and their places at home; `missing` more are expected."""
 
-    __slots__ = ("arrived", "dtype", "hides", "managed", "missing", "places")
+    __slots__ = ("arrived", "dtype", "hides", "home_nbytes", "managed", "missing", "nbytes", "places")
 
     def __init__(self, dtype: torch.dtype, missing: int, *, hides: bool) -> None:
         self.dtype, self.missing, self.hides = dtype, missing, hides
+        self.nbytes = self.home_nbytes = 0
+        """Of these gradients on the device, and at home."""
         self.managed: list[ManagedParameter] = []
         self.places: list[torch.Tensor] = []
         self.arrived: list[torch.Tensor] = []
@@ -52,9 +55,9 @@ class GatheredGradients:
         """Parameters that may be gathered: without hooks of the program, a gradient, or one that the program holds."""
         self.chunks: dict[Chunk, Gathered] = {}
         """Chunks some of whose gradients wait: another gradient of one is sent behind them."""
-        self._counts: dict[Chunk, int] = {}
+        self._counts: defaultdict[Chunk, int] = defaultdict(int)
         """How many gradients of each chunk were gathered in this backward."""
-        self._usual: dict[Chunk, int] = {}
+        self._usual: defaultdict[Chunk, int] = defaultdict(int)
 
     def begin(self, sums: SummedGradients) -> None:
         """Begin a backward. Call it without `__torch_function__`. `sums`: takes them if it is of several
@@ -120,6 +123,8 @@ class GatheredGradients:
         gathered.places += (home,)
         gathered.arrived += (arrived,)
         gathered.missing -= 1
+        gathered.nbytes += arrived.nbytes
+        gathered.home_nbytes += home.nbytes
         self._tracer.gradients_sent += 1
         copies = self._copies()
         copies.gathered_bytes += arrived.nbytes
@@ -133,7 +138,7 @@ class GatheredGradients:
         """Count a gradient of `managed` that is sent alone, and may be gathered in the next backward."""
         if managed in self.fresh:
             del self.fresh[managed]
-            self._counts[managed.chunk] = self._counts.get(managed.chunk, 0) + 1
+            self._counts[managed.chunk] += 1
 
     def _begin(self, managed: ManagedParameter, arrived: torch.Tensor) -> Gathered | None:
         """Begin to gather gradients of the chunk of `managed`; None if it is not to be."""
@@ -145,8 +150,8 @@ class GatheredGradients:
             return None
         if chunk.hides and chunk in sink.lent and managed.grad_home is None:
             open_hidden_homes(chunk)
-        missing = self._usual.get(chunk, 0) or sum(map(_TRAINS, chunk.parameters))
-        gathered = Gathered(arrived.dtype, max(1, missing - self._counts.get(chunk, 0)), hides=chunk.hides)
+        missing = (self._usual[chunk] or sum(map(_TRAINS, chunk.parameters))) - self._counts[chunk]
+        gathered = Gathered(arrived.dtype, missing if missing > 0 else 1, hides=chunk.hides)
         self.chunks[chunk] = gathered
         return gathered
 
@@ -162,11 +167,11 @@ class GatheredGradients:
         """Send what is gathered of `chunk`, and tell listeners that it has arrived."""
         gathered, sink, copies = self.chunks.pop(chunk), self._sink(), self._copies()
         arrived = gathered.arrived
-        copies.gathered_bytes -= sum(map(_NBYTES, arrived))
-        self._counts[chunk] = self._counts.get(chunk, 0) + len(arrived)
+        copies.gathered_bytes -= gathered.nbytes
+        self._counts[chunk] += len(arrived)
         work = partial(sink.runtime.memory.device.gradients_out, gathered.places, arrived)
         try:
-            copies.send(chunk, work, sum(map(_NBYTES, gathered.places)), arrived, gathered=True)
+            copies.send(chunk, work, gathered.home_nbytes, arrived, gathered=True)
         except BaseException:
             for managed in gathered.managed:
                 show_gradient(managed.parameter, None)

@@ -152,7 +152,7 @@ class GradientSink:
                 show_gradient(parameter, previous)
                 return
         plain = arrived.layout is torch.strided and not arrived.requires_grad
-        plain = plain and self.segments.unseen and not torch.is_grad_enabled()
+        plain = plain and (self.segments.unseen or self.segments.places) and not torch.is_grad_enabled()
         if self.summed.runs and plain and self.summed.add(managed, arrived, previous):
             return
         if type(managed.grad_home) is self.flights.kind:

@@ -67,7 +67,7 @@ class Runtime:
         self.writes = WriteCheck(self.parameters, self.bindings, self.traffic, self.outgoing)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
-        self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
+        self.unwatched, self.traffic.executor.watch = self.monitor.unwatched, self.monitor
         self.own_work = self.monitor.own_work
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
         self.all_copies = AllCopies(memory, self.traffic, self.tracer, self.room, self.uses)

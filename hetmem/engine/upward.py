@@ -73,6 +73,8 @@ class Segments(Protocol):
 
     unseen: bool
     """Whether nothing watches the operators of the backward that runs."""
+    places: bool
+    """Whether a default device of torch does, and nothing else."""
     backward_thread: int | None
     """Identifier of the thread that runs a backward."""
     backward_began: Callable[[], None]

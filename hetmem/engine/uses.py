@@ -242,12 +242,7 @@ class Uses:
         if not self._memory.uses_copies:
             return managed.home
         rows, row = self.rows, self.rows.open
-        if (
-            row is not None
-            and row.begun < row.length
-            and row.used[row.begun] is managed
-            and self._none_finished()
-        ):
+        if row is not None and row.begun < row.length and row.used[row.begun] is managed and self._none_finished():
             row.begun += 1
             assert managed.device is not None
             return managed.device

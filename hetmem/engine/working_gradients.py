@@ -51,19 +51,23 @@ class WorkingGradients:
         the parameter as torch does. Hooks find the parameter, and all gradients, at home."""
         parameter: Any = managed.parameter
         sink = self._sink()
+        segments, monitor = sink.segments, sink.runtime.monitor
         try:
-            with torch_private.NoFunctionsOfSubclasses():
+            with torch_private.NoFunctions() if segments.places else torch_private.NoFunctionsOfSubclasses():
                 arrived = weight.grad
                 if arrived is None:  # frozen since the forward
                     return
                 if not sink.runtime.in_backward:
-                    sink.segments.on_backward()
+                    segments.on_backward()
                 gathered, summed = self.gathered, self._summed
                 fresh = managed in gathered.fresh and parameter.grad is None
                 if (fresh or summed.runs) and not sink.parts and arrived.layout is torch.strided:
-                    plain = sink.segments.unseen and not (arrived.requires_grad or sink.runtime.bindings.met)
+                    plain = segments.unseen or segments.places
+                    monitor.own = segments.unseen
+                    plain = plain and not (arrived.requires_grad or sink.runtime.bindings.met)
                     if plain and (gathered if fresh else summed).take(managed, weight, arrived):
                         return
+                    monitor.own = False
                 if fresh:
                     gathered.note_alone(managed)
                 if managed.chunk in gathered.chunks:
@@ -75,6 +79,8 @@ class WorkingGradients:
             with torch_private.NoFunctionsOfSubclasses():
                 take_gradient(weight)
             raise
+        finally:
+            monitor.own = False
         if before or later:
             sink.runtime.uses.read_at_home(managed)
             sink.send_home(managed)

@@ -15,7 +15,7 @@ from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.engine.shortage import Called
 from hetmem.errors import ManageError
 from hetmem.intercept.diagnostics import NOT_TRACED
-from hetmem.memory.live_bytes import is_unseen
+from hetmem.memory.live_bytes import is_unseen, places_alone
 from hetmem.schedule.trace import STEP, Turns
 from hetmem.torch_private import tree_leaves, tree_map
 
@@ -199,6 +199,8 @@ class StepSegments:
         """Set while forwards and backwards of several micro-batches are one."""
         self.unseen = False
         """Whether no mode sees the operators of this backward; see `is_unseen`."""
+        self.places = False
+        """Whether the one that does is torch's default device; see `places_alone`."""
         self.backward_thread: int | None = None
         """The thread that called the last backward."""
         self._attempts: dict[Hashable, int] = {}
@@ -296,7 +298,9 @@ class StepSegments:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
         else:
             self._runtime.events.begin_segment("backward")  # another one in the same trace
-        self.unseen = is_unseen() and not self._runtime.tracer.measured
+        if not self._runtime.tracer.measured:
+            self.unseen = is_unseen()
+            self.places = not self.unseen and places_alone()
         with self._runtime.unwatched():
             self.backward_began()
 
@@ -311,7 +315,7 @@ class StepSegments:
         if self.in_backward:
             if self._runtime.uses.rows.open is not None:
                 self._runtime.uses.end_row()
-            self.unseen = False
+            self.unseen = self.places = False
             self._runtime.in_backward = False
             try:
                 with self._runtime.unwatched():

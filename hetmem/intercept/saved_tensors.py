@@ -346,12 +346,13 @@ def _unpack(packed: _Packed) -> torch.Tensor:
         owner = packed.owner
         if not owner.runtime.in_backward:
             owner.on_backward()
-        compiler = set_compiler(None)
+        compiler, monitor = set_compiler(None), owner.runtime.monitor
         try:
-            plain = owner.segments.unseen and not torch.is_grad_enabled()
-            unpacked: torch.Tensor = owner.view(packed) if plain else owner.unpack(packed)
+            monitor.own = owner.segments.unseen and not torch.is_grad_enabled()
+            unpacked: torch.Tensor = owner.view(packed) if monitor.own else owner.unpack(packed)
             return unpacked
         finally:
+            monitor.own = False
             if HELD_BACK.came:
                 HELD_BACK.leave()
             if compiler is not None:

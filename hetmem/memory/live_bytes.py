@@ -102,6 +102,8 @@ class DeviceMonitor(TorchDispatchMode):
         self._dead: deque[tuple[int, Made | None]] = deque()
         self.peak = PeakTensors()
         self.paused = False
+        self.own = False
+        """Whether a hook of hetmem's runs that no mode or transform sees: then nothing has to ask again."""
         self._pause = _Paused(self)
         self.transformed = False
         self.left = False
@@ -137,7 +139,7 @@ class DeviceMonitor(TorchDispatchMode):
     def own_work(self) -> AbstractContextManager[None]:
         """Return `unwatched` for work that may follow from anything: it also makes no graph, and calls no functions of
         subclasses. Within most backwards only the last of these changes anything."""
-        if (self.paused or is_unseen()) and not torch.is_grad_enabled():
+        if (self.own or self.paused or is_unseen()) and not torch.is_grad_enabled():
             return torch_private.NoFunctionsOfSubclasses()  # type: ignore[no-any-return]
         return self._own_work()
 
@@ -238,6 +240,13 @@ class DeviceMonitor(TorchDispatchMode):
 def is_unseen() -> bool:
     """Return whether no mode or transform is active: `DeviceMonitor.unwatched` would change nothing."""
     return not (_dispatch_modes() or _function_modes() or _inference() or _transform() is not None)
+
+
+def places_alone() -> bool:
+    """Return whether the one mode that is active is torch's default device, which sees nothing but factories."""
+    if _dispatch_modes() or _inference() or _transform() is not None or _function_modes() != 1:
+        return False
+    return isinstance(torch_private.function_mode_stack()[0], torch_private.DefaultDevice)
 
 
 def _modes_are_around() -> bool:

@@ -61,7 +61,7 @@ class SimulatedGradients:
         """The most of that, beside `new_bytes`, at one time."""
         self._hurry = hurry
         self.gathers = False
-        """Whether gradients of a chunk wait on the device until they are all there: in backwards that follow a trace."""
+        """Whether gradients of a chunk wait on the device until all are there: in backwards that follow a trace."""
         self.gathered: dict[int, tuple[int, int, int]] = {}
         """By chunk, how many are missing, and the bytes at home and on the device of those that wait."""
         self._came: Counter[int] = Counter()

@@ -154,14 +154,15 @@ class GradientSends(Generic[ChunkT]):
         """Provide memory for gradients of `chunk`, which has no permanent home for them: a lent buffer, waiting as long
         as anything in flight may free one, or else in the first step updates that begin early; else a permanent home,
         as when the gradients of many chunks wait for their last one."""
-        lent = False
+        self._waiting.poll()
+        if lent := memory.lend(chunk):
+            return
 
         def settled() -> bool:
             nonlocal lent
             lent = memory.lend(chunk)
             return lent or not memory.may_lend(chunk)
 
-        self._waiting.poll()
         while not wait_until(self._waiting, settled) and memory.hurry():
             pass
         if not lent:

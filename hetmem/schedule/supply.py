@@ -201,13 +201,13 @@ class Supply:
         free = cache.limit - cache.slots.used - known[block].span
         if free < 0:
             return True
-        sooner = {block}
+        sooner: dict[int, None] = {}
         for blocks in schedule.between(schedule.position, min(schedule.position + schedule.count, schedule.barrier)):
             if block in blocks:
                 break
             for other in blocks:
                 if other not in copies and other not in sooner:
-                    sooner.add(other)
+                    sooner[other] = None
                     free -= known[other].span
                     if free < 0:
                         return False
