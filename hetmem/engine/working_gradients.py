@@ -53,12 +53,13 @@ class WorkingGradients:
         sink = self._sink()
         segments, monitor = sink.segments, sink.runtime.monitor
         try:
+            if not sink.runtime.in_backward:
+                with torch_private.NoFunctionsOfSubclasses():
+                    segments.on_backward()
             with torch_private.NoFunctions() if segments.places else torch_private.NoFunctionsOfSubclasses():
                 arrived = weight.grad
                 if arrived is None:  # frozen since the forward
                     return
-                if not sink.runtime.in_backward:
-                    segments.on_backward()
                 gathered, summed = self.gathered, self._summed
                 fresh = managed in gathered.fresh and parameter.grad is None
                 if (fresh or summed.runs) and not sink.parts and arrived.layout is torch.strided:
