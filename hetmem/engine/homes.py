@@ -91,7 +91,7 @@ class Memory:
 
     def __del__(self) -> None:
         """Break the reference cycles of chunks and their parameters, so that memory is freed without a collection."""
-        for chunk in self.chunks:
+        for chunk in getattr(self, "chunks", ()):  # none if something has ended `__init__`
             chunk.parameters.clear()
 
     def close(self) -> None:

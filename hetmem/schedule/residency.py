@@ -94,11 +94,6 @@ class Residency:
         states = [copies[block].state if block in copies else None for block in blocks]
         return states.count(VALID) == len(states)
 
-    def span_of(self, blocks: Iterable[int]) -> int:
-        """Return how many slots copies of `blocks` take."""
-        known = self.blocks
-        return sum([known[block].span for block in blocks])
-
     def slot(self, block: int, tier: Tier) -> int:
         """Return the first slot of the copy of `block` on `tier`, which must be VALID."""
         copy = self._caches[tier].copies.get(block)

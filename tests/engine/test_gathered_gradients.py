@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ WIDE = 32
 """Three layers of this width are a chunk."""
 
 overlaps = shared("overlap", ["off", "backward", "forward"])
+rooms = shared("room", ["128KiB", "32KiB"])
+"""For all copies, and for two of three."""
 
 
 class Layers(nn.Module):
@@ -40,8 +43,8 @@ class Layers(nn.Module):
 
 
 def with_all_copies(model: nn.Module, tmp_path: Path, **options: Any) -> nn.Module:
-    device = options.pop("device_bytes", "64MiB")
-    limits = hetmem.Budget(device=device, host="64MiB", device_chunks="128KiB", home_copies=False)
+    device, chunks = options.pop("device_bytes", "64MiB"), options.pop("device_chunks", "128KiB")
+    limits = hetmem.Budget(device=device, host="64MiB", device_chunks=chunks, home_copies=False)
     return manage(model, limits, tmp_path, sanitize=False, activations="keep", **options)
 
 
@@ -61,6 +64,17 @@ def sent_in_a_backward(managed: nn.Module, x: torch.Tensor) -> list[int]:
 def test_each_chunk_crosses_the_link_once_in_a_backward(mixed: torch.dtype | None, tmp_path: Path) -> None:
     managed = with_all_copies(Layers(), tmp_path, mixed_precision=mixed)
     sent = sent_in_a_backward(managed, torch.randn(2, WIDE))
+    assert len(sent) == len(testing.of(managed).chunks()) > 1
+    assert sum(sent) == sum(p.nbytes for p in managed.parameters())
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["", "default device"])
+def test_each_chunk_crosses_the_link_once_where_copies_are_evicted_too(placed: bool, tmp_path: Path) -> None:
+    """A default device of torch is a mode, which sees no gradient."""
+    with torch.device("cpu") if placed else nullcontext():
+        managed = with_all_copies(Layers(12), tmp_path, device_chunks="40KiB")
+        sent = sent_in_a_backward(managed, torch.randn(2, WIDE))
+    assert hetmem.report(managed).to_dict()["evictions"] > 0
     assert len(sent) == len(testing.of(managed).chunks()) > 1
     assert sum(sent) == sum(p.nbytes for p in managed.parameters())
 
@@ -98,14 +112,15 @@ PROGRAMS = {
 
 
 @overlaps
+@rooms
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_chunks_that_get_other_gradients_have_the_bits_of_torch(
-    program: str, mixed: torch.dtype | None, overlap: Any, tmp_path: Path
+    program: str, mixed: torch.dtype | None, room: str, overlap: Any, tmp_path: Path
 ) -> None:
     if mixed is not None and "function" in program:
         pytest.skip("its two dtypes have no one matrix product in plain torch")
-    plain, managed = _pair(tmp_path, mixed)
+    plain, managed = _pair(tmp_path, mixed, room)
     options = dict(PROGRAMS[program])
     turns = options.pop("turns", False)
     left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
@@ -126,8 +141,9 @@ def test_chunks_that_get_other_gradients_have_the_bits_of_torch(
     assert_same_weights(plain, managed)
 
 
-def test_a_hook_within_the_backward_reads_and_halves_what_waits(tmp_path: Path) -> None:
-    plain, managed = _pair(tmp_path, None)
+@rooms
+def test_a_hook_within_the_backward_reads_and_halves_what_waits(room: str, tmp_path: Path) -> None:
+    plain, managed = _pair(tmp_path, None, room)
     read: list[list[torch.Tensor | None]] = [[], []]
     for model, found in zip((plain, managed), read, strict=True):
 
@@ -149,8 +165,9 @@ def test_a_hook_within_the_backward_reads_and_halves_what_waits(tmp_path: Path) 
             model.zero_grad()
 
 
-def test_a_backward_that_raises_leaves_the_gradients_that_torch_leaves(tmp_path: Path) -> None:
-    plain, managed = _pair(tmp_path, None)
+@rooms
+def test_a_backward_that_raises_leaves_the_gradients_that_torch_leaves(room: str, tmp_path: Path) -> None:
+    plain, managed = _pair(tmp_path, None, room)
     failing: list[bool] = [False]
 
     def fail(*_: object) -> None:
@@ -173,10 +190,10 @@ def test_a_backward_that_raises_leaves_the_gradients_that_torch_leaves(tmp_path:
             model.zero_grad()
 
 
-def _pair(tmp_path: Path, mixed: torch.dtype | None) -> tuple[nn.Module, nn.Module]:
+def _pair(tmp_path: Path, mixed: torch.dtype | None, room: str = "128KiB") -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = Layers()
-    return plain, with_all_copies(copy.deepcopy(plain), tmp_path, mixed_precision=mixed)
+    return plain, with_all_copies(copy.deepcopy(plain), tmp_path, mixed_precision=mixed, device_chunks=room)
 
 
 def _backward(plain: nn.Module, x: torch.Tensor, mixed: torch.dtype | None) -> torch.Tensor:
