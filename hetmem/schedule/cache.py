@@ -186,11 +186,6 @@ class Cache:
         first = schedule.position
         if schedule.absent:
             self._change(schedule.absent)
-        if first < schedule.segment and schedule.uses[first % schedule.count] == blocks and not schedule.skipped:
-            schedule.position = first + 1  # inlines `Schedule.reach` for the expected use
-            schedule.absent = blocks
-            self.is_known = True
-            return
         self.is_known = schedule.reach(blocks)
         if not self.is_known:
             self.prefetch_at = 0
@@ -211,8 +206,10 @@ class Cache:
 
     def meet(self, blocks: Collection[int]) -> None:
         """Count `blocks` of the use just reached as present and used."""
-        self.schedule.meet(blocks)
-        self.unused.difference_update(blocks)
+        if self.schedule.absent:
+            self.schedule.meet(blocks)
+        if self.unused:
+            self.unused.difference_update(blocks)
         self.touch_all(blocks)
 
     def _needed_on_either(self, block: int) -> int:

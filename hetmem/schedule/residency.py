@@ -201,35 +201,21 @@ class Residency:
         """Acquire each block as often as `uses` says, if all its copies are VALID (or LOADING, if `coming`): the usual
         case. Return the commands; None, with nothing acquired, if any copy is not. `reached`: `reach` these first."""
         cache = self._caches[tier]
-        copies, ledger, schedule = cache.copies, self._ledger, cache.schedule
-        expected, first = False, schedule.position
-        if reached:  # inlines `Cache.reach` for an expected use
-            if first < schedule.segment and not (schedule.absent or schedule.skipped):
-                expected = schedule.uses[first % schedule.count] == reached
-            if expected:
-                schedule.position, cache.is_known = first + 1, True
-            else:
-                cache.reach(reached)
+        copies, ledger = cache.copies, self._ledger
+        if reached:
+            cache.reach(reached)
         for block in uses:
             if block not in copies or (
                 (state := copies[block].state) is not VALID and not (coming and state is LOADING)
             ):
-                if expected:
-                    schedule.absent = reached
                 return None
-        if schedule.absent:
-            schedule.meet(uses)
-        unused, touch = cache.unused, cache.touch  # inlines `Cache.meet`
+        cache.meet(uses)
         for block in uses:
-            if block in unused:
-                unused.remove(block)
-            touch(block)
             copy = copies[block]
             ledger.tick = copy.last_use = ledger.tick + 1
             copy.uses += uses[block]
         commands: list[Command] = []
-        if schedule.position >= cache.prefetch_at:
-            self._supply.prefetch(cache, commands)
+        self._supply.prefetch(cache, commands)
         return commands
 
     def still(self, at: int, most: int) -> int:

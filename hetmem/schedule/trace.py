@@ -205,6 +205,9 @@ class Schedule:
         """Begin a use of `blocks`: move `position` past the nearest such use, ahead or behind, which is the next one as
         long as the trace is followed. Return False, and move nothing, if no such use is known."""
         position, count = self.position, self.count
+        if position < self.segment and self.uses[position % count] == blocks and not self.skipped:
+            self.position, self.absent = position + 1, blocks
+            return True
         if self.skipped:
             self.skipped.difference_update(blocks)
         found = self._indices.get(blocks)
