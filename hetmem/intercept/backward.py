@@ -21,9 +21,9 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
+from hetmem.base.calls import call_all
 from hetmem.engine.param_views import owners_of, works_for
 from hetmem.engine.runtime import REHEARSAL, Runtime, Turn, acting_thread, in_backward
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
@@ -208,14 +209,11 @@ def _begin_for_all(began: list[Interception], *, accumulates: bool) -> None:
 def _end(running: RunningBackward, began: list[Interception], depth: int) -> None:
     """End a backward, also one that has raised: `running`, the backward of each of `began`, and those of this thread
     but the outermost `depth`. Does all of it, also if a part raises."""
-    with ExitStack() as ends:
-        if not in_backward():
-            ends.callback(HELD_BACK.end_segment)
-        ends.callback(running.give_back)
-        ends.callback(BACKWARDS.end, depth)
-        ends.callback(drop_ended_modes)
-        for interception in began:
-            ends.callback(end_for, interception)
+    ends: list[Callable[[], object]] = [partial(end_for, interception) for interception in reversed(began)]
+    ends += drop_ended_modes, partial(BACKWARDS.end, depth), running.give_back
+    if not in_backward():
+        ends += (HELD_BACK.end_segment,)
+    call_all(iter(ends))
 
 
 def begin_for(interception: Interception, *, accumulates: bool) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import ExitStack
 from itertools import repeat
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
+from hetmem.base.calls import call_all
 from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.engine.shortage import Called
 from hetmem.errors import ManageError
@@ -140,10 +140,8 @@ class RunningBackward:
 
     def settle(self) -> None:
         """End the backward of each model, also if that of another one raises."""
-        with ExitStack() as ends:
-            for segments in self._models:
-                ends.callback(segments.end_backward)
-            self._models = []
+        models, self._models = self._models, []
+        call_all(iter([segments.end_backward for segments in reversed(models)]))
 
     def give_back(self) -> None:
         """Give all turns back."""

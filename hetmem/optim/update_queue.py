@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from operator import attrgetter
 
+from hetmem.base.calls import call_all
 from hetmem.base.weak import weakly
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.runtime import Runtime
@@ -224,7 +225,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             back.append(partial(traffic.write_back, [update.chunk.homes[role] for role in update.staged]))
         back.append(partial(update.done, update, not failed))
         update.opened = {}
-        _call_all(iter(back))
+        call_all(iter(back))
 
     def _close_role(self, update: ChunkUpdate, chunk: Chunk, role: Role, *, failed: bool) -> None:
         """Release `role`; after a failure, drop what was half computed in staging, as its home is unchanged."""
@@ -243,13 +244,3 @@ class Updates(HostUpdates[ChunkUpdate]):
 def _label(update: ChunkUpdate) -> str:
     first, last = update.chunk.spec.index, update.chunks[-1].spec.index
     return f"chunk {first}" if first == last else f"chunks {first} to {last}"
-
-
-def _call_all(calls: Iterator[Callable[[], object]]) -> None:
-    """Call all of `calls`, whatever raises, and raise the last error."""
-    try:
-        for call in calls:
-            call()
-    except BaseException:
-        _call_all(calls)
-        raise
