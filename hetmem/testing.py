@@ -24,7 +24,8 @@ from hetmem.checkpoint.coded import coded_weight
 from hetmem.cpu import square_sum_tasks, total
 from hetmem.cuda.dequantise import NF4, nested_values
 from hetmem.intercept import registry
-from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.hidden_gradient import HiddenGradient
 from hetmem.ranks.launch import ranks
 from hetmem.schedule import saved
 from hetmem.schedule.trace import Schedule, Tier, segment_name

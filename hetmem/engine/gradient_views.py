@@ -18,7 +18,8 @@ from hetmem.base.warning import warn_user
 from hetmem.engine.param_views import get_data, is_shared, leave_coded, references, set_data, storage_address
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.upward import GradientListener
-from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, address_of, stored
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
+from hetmem.memory.hidden_gradient import HiddenGradient, stored
 
 _GRADIENT, _STORED = attrgetter("grad"), attrgetter("gradient")
 _GRAD_HOME, _GRAD_ADDRESS = attrgetter("grad_home"), attrgetter("grad_address")

@@ -37,7 +37,8 @@ from hetmem.engine.runtime import Runtime
 from hetmem.engine.summed_gradients import SummedGradients
 from hetmem.engine.upward import GradientListener, Segments
 from hetmem.engine.working_gradients import ArrivalHooks, WorkingGradients, has_hooks_of_the_user
-from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, stored
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.hidden_gradient import HiddenGradient, stored
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.ranks.group import not_yet
 from hetmem.schedule.trace import Tier

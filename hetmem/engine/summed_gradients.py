@@ -18,7 +18,8 @@ import torch
 
 from hetmem.engine.gradient_views import add_arrived, show_first_gradient, show_gradient, take_gradient
 from hetmem.engine.sink import Sink
-from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, stored
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.hidden_gradient import HiddenGradient, stored
 from hetmem.schedule.trace import Tier
 
 _NBYTES = attrgetter("nbytes")

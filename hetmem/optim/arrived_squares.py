@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import torch
 
 from hetmem.cpu import sums_where_it_is
-from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.hidden_gradient import HiddenGradient
 from hetmem.optim.chunk_update import ChunkUpdate
 
 

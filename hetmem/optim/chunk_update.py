@@ -14,7 +14,8 @@ import torch
 from hetmem.cpu import square_sum_tasks
 from hetmem.cpu.workers import Batch, Task, WorkerPool
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.hidden_gradient import HiddenGradient
 from hetmem.optim.members import Members, Opened, Options, Part, are_same, in_order
 from hetmem.optim.options import Rule
 from hetmem.schedule.trace import Tier

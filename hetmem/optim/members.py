@@ -15,7 +15,8 @@ import torch
 
 from hetmem.engine.gradient_views import are_home
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, address_of, stored
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
+from hetmem.memory.hidden_gradient import HiddenGradient, stored
 from hetmem.optim.options import Rule
 from hetmem.schedule.trace import Tier
 

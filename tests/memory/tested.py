@@ -8,11 +8,11 @@ from hetmem.cuda.backend import Backend, TorchBackend, stream_for
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
 from hetmem.memory import cuda_device, host_memory, live_bytes, nvme_io, stream_copies
-from hetmem.memory.chunk import HiddenGradient
 from hetmem.memory.coded import CodedHome, CodedPart, CodedTable
 from hetmem.memory.cuda_device import ComputeStream, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.heap import untouched
+from hetmem.memory.hidden_gradient import HiddenGradient
 from hetmem.memory.host_memory import PAGE_BYTES, HostPool, Mapping, address_of, free_host_bytes, left_by_groups
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
