@@ -30,7 +30,8 @@ from hetmem.engine.gradient_views import (
     show_gradient,
     take_gradient,
 )
-from hetmem.engine.gradient_watch import Flights, end_watch_of, watch_gradients
+from hetmem.engine.gradient_watch import Flights
+from hetmem.engine.handed_out_gradients import HandedOutGradients
 from hetmem.engine.param_views import is_shared
 from hetmem.engine.ranked_gradients import RankedGradients
 from hetmem.engine.runtime import Runtime
@@ -54,7 +55,6 @@ class GradientSink:
         self.runtime = runtime
         self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
-        segments.program_continues, segments.program_waits = weakly(self.hand_over), weakly(self.take_back)
         self.listeners: WeakList[GradientListener] = WeakList()
         self.within_step = False
         """Whether the forward that runs began between a backward that has updated weights and its step."""
@@ -80,8 +80,9 @@ class GradientSink:
         self.began = False
         """Whether a backward has begun since that was last cleared."""
         self.flights = Flights(weakref.WeakMethod(self._arrive))
-        self._handed_out: dict[Chunk, None] | None = None
-        """While the program may read and write gradients: chunks whose gradients, on NVMe, are watched."""
+        self._handed_out = HandedOutGradients(runtime, self.flights)
+        segments.program_continues = weakly(self._handed_out.begin)
+        segments.program_waits = weakly(self._handed_out.end)
         self._warned: list[str] = []
         self.are_dense = True
         """Whether every gradient so far was dense, and could be added to its home."""
@@ -346,7 +347,7 @@ class GradientSink:
             traffic.wait_until_written(homes)
         finally:
             self.flights.end()
-            self.hand_over()
+            self._handed_out.begin()
 
     @HELD_BACK
     def _arrive(self) -> None:
@@ -362,30 +363,6 @@ class GradientSink:
         self.flights.pause(managed)
         if stored(previous) is not managed.grad_home or arrived.requires_grad or arrived.layout is not torch.strided:
             self.wait_until_home()  # else it is added behind the copy in flight
-
-    def hand_over(self) -> None:
-        """Let the program read and write gradients until `take_back`."""
-        self._handed_out = self._on_nvme()
-        with torch_private.NoFunctionsOfSubclasses():
-            for chunk in self._handed_out:
-                watch_gradients(chunk)
-
-    def take_back(self) -> None:
-        """End `hand_over`: drop the staged copies of gradients that the program may have written to at home, those of
-        chunks that have moved to NVMe meanwhile among them. Within a backward the program waits for the next use."""
-        watched, self._handed_out = self._handed_out, None
-        if watched is None:
-            return
-        with torch_private.NoFunctionsOfSubclasses():
-            for chunk in watched | self._on_nvme():
-                if chunk not in watched or end_watch_of(chunk):
-                    self.runtime.traffic.superseded(chunk, Role.GRAD)
-                for managed in filter(_is_shown, chunk.parameters if self.runtime.in_backward else ()):
-                    self.flights.begin(managed)
-
-    def _on_nvme(self) -> dict[Chunk, None]:
-        chunks = self.runtime.chunks if self.runtime.memory.staging_slots else ()  # else none is on NVMe
-        return dict.fromkeys(chunk for chunk in chunks if not chunk.hides and _is_on_nvme(chunk))
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> bool:
         """Send `arrived` to the home of the gradient of `managed`; `adds`: add it there, else overwrite. Return whether
@@ -447,23 +424,12 @@ class GradientSink:
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """Return the part of `managed` in its chunk's staged gradients, which are read from NVMe only if needed."""
         chunk = managed.chunk
-        if self._handed_out is not None:  # to a hook of this backward
-            self.take_back()
+        self._handed_out.end()  # to a hook of this backward
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
         with torch_private.NoFunctionsOfSubclasses():  # those that have gradients are not read by the program
             load = adds or any(is_home_gradient(other) or self.taken.get(other) is other.grad_home for other in others)
         flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
         return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
-
-
-def _is_on_nvme(chunk: Chunk) -> bool:
-    """Return whether gradients of `chunk` have their home on NVMe."""
-    return Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].tier is Tier.NVME
-
-
-def _is_shown(managed: ManagedParameter) -> bool:
-    """Return whether `p.grad` is the home of the gradient and the program can read it."""
-    return managed.grad_view is None and is_home_gradient(managed)
 
 
 def _awaited(chunk: Chunk) -> set[int]:
