@@ -281,7 +281,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "Without `zero_grad()`": "add to no gradient that a step has used up, and say nothing",
     "A program that overlap cannot serve": Mutation(
-        "memory/chunk.py",
+        "memory/hidden_gradient.py",
         "        raise RuntimeError(found[0].refused(func))\n",
         "        return torch.zeros(())\n",
         EDITS + "test_a_program_that_clips_gradients_itself_is_refused_before_an_update",

@@ -130,7 +130,7 @@ MUTATIONS = {
         "tests/engine/test_gradients_in_flight.py::test_a_hook_that_uses_a_gradient_in_flight_waits_for_it[host]",
     ),
     "let hooks write to gradients of which a copy is staged again": Mutation(
-        "engine/gradients.py",
+        "engine/handed_out_gradients.py",
         "if chunk not in watched or end_watch_of(chunk):",
         "if chunk not in watched:",
         "tests/engine/test_gradients_in_flight.py::"
@@ -179,7 +179,7 @@ MUTATIONS = {
         "tests/engine/test_traffic.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
     ),
     "overlook what GradScaler writes to gradients on NVMe": Mutation(
-        "engine/gradients.py",
+        "engine/handed_out_gradients.py",
         " or end_watch_of(chunk):\n",
         ":\n",
         "tests/optim/test_clipping.py::test_the_gradient_scaler_of_torch_works[nvme]",
