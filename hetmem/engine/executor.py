@@ -61,7 +61,7 @@ class Worker(Protocol):
         """End all work."""
 
 
-class Watch(Protocol):
+class OperatorWatch(Protocol):
     """What watches operators; see `DeviceMonitor`."""
 
     own: bool
@@ -71,7 +71,7 @@ class Watch(Protocol):
         ...
 
 
-class Unwatched:
+class NoWatch:
     """Where nothing watches."""
 
     own = False
@@ -103,7 +103,7 @@ class Executor:
         self._bindings = bindings
         self._events = events
         self._sanitize = sanitize
-        self.watch: Watch = Unwatched()
+        self.watch: OperatorWatch = NoWatch()
         self._at_work: Callable[[], set[object] | None] = lambda: None
         self._commands: deque[Command] = deque()
         self._urgent: int | None = None
