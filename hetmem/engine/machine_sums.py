@@ -49,7 +49,7 @@ class MachineSums:
                 open_home(chunk)
             if chunk.spec.index % self._ranks.count == self._ranks.rank:
                 self._add_chunk(chunk, new, has, there)
-        self._ranks.meet("the sum of gradients of all machines")
+        self._ranks.summed()
         return [number for number, is_new in enumerate(changed) if is_new]
 
     def _add_chunk(self, chunk: Chunk, numbers: list[int], has: torch.Tensor, there: Sequence[int]) -> None:

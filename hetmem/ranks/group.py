@@ -59,6 +59,14 @@ class Ranks:
             if theirs != texts[0]:
                 raise self._differ(rank, texts)
 
+    def summed(self) -> None:
+        """Wait until all ranks have written their part of a sum of all machines; also within a meeting."""
+        summed, own = self.words.summed, self.rank
+        self.waits.sign()
+        summed[own] += 1
+        number = int(summed[own])
+        self.waits.until(lambda: bool((summed >= number).all()), "the sum of gradients of all machines")
+
     def together(self, what: str, do: Callable[[], T], said: Callable[[T], str] = str) -> T:
         """Return `do()`, once all ranks have done it. Raises its error, or `PeerError` for that of another rank, or if
         it is something else there, as `said` puts it in words; the ranks go on together after these."""

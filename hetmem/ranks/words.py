@@ -48,6 +48,8 @@ class Words:
         self.waiting, self.polls, self.signs = (self._array((ranks,)) for _ in range(3))
         """Whether a rank waits for others and has nothing to do itself; how often it has looked since, and how often it
         has given a sign that it goes on."""
+        self.summed = self._array((ranks,))
+        """How many sums of all machines each rank has written its part of."""
         self.has_left, self.steps = self._array((ranks,)), self._array((ranks,))
         self.has_gradient = self._array((ranks, parameters), np.uint8)
         """Whether `p.grad` was there as the rank entered its last backward or step."""

@@ -22,7 +22,7 @@ PROGRAM = Program()
 @pytest.mark.parametrize(
     ("machines", "ranks_a_machine", "names"),
     [
-        (2, 1, ["other numbers of backwards"]),
+        (2, 2, ["other numbers of backwards"]),
         pytest.param(2, 2, [*PROGRAMS], marks=pytest.mark.nightly),
         pytest.param(5, 1, ["other numbers of backwards", "bfloat16"], marks=pytest.mark.nightly),
     ],
