@@ -153,6 +153,7 @@ def for_trainer(
     log: Sequence[Any] = (),
     loss: Literal["chunked"] | None = None,
     norms: bool = True,
+    checkpoints: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Return keywords for a `Trainer` over a managed model: `Trainer(model, arguments, …, **for_trainer(arguments))`.
@@ -166,6 +167,11 @@ def for_trainer(
     A trainer reads the norm of the gradients before each step. So they stay visible, and updates run after the
     backward, whatever `overlap` is: it is "off". Without `norms`, for a trainer of `layer_by_layer`, none is read or
     logged, and `overlap` holds.
+
+    `checkpoints=True`: with each checkpoint of the trainer, `hetmem.save` writes `checkpoint-N/hetmem.safetensors` in
+    the background, with the states of the optimizer and, as `extra`, the "step", the state of the "scheduler" and the
+    "rng" of the host; an error of it is raised before the next checkpoint, or at the end. With
+    `TrainingArguments(save_only_model=True)` the trainer writes no states of its own beside it.
 
     `loss="chunked"`: while the model trains, its `.loss` is that of `hetmem.chunked_loss`, and `.logits` None.
 
@@ -191,7 +197,7 @@ def for_trainer(
     }
     if norms:
         made["overlap"] = "off"  # a trainer reads the norm of the gradients, and only visible ones have one
-    callback = _trainer_callback()(report, tuple(log), loss)
+    callback = _trainer_callback()(report, tuple(log), loss, checkpoints=checkpoints)
     return {"optimizer_cls_and_kwargs": (hetmem.AdamW, made), "callbacks": [callback]}
 
 
@@ -273,8 +279,11 @@ def _trainer_callback() -> Any:
         """Turns the trainer's own clipping off, as the optimizer clips; logs scalars and saves the report. Has the
         model compute its `loss` in chunks, if asked to."""
 
-        def __init__(self, report: str | os.PathLike[str] | None, log: tuple[Any, ...], loss: str | None) -> None:
-            self._report, self._log, self._loss = report, log, loss
+        def __init__(
+            self, report: str | os.PathLike[str] | None, log: tuple[Any, ...], loss: str | None, *, checkpoints: bool
+        ) -> None:
+            self._report, self._log, self._loss, self._checkpoints = report, log, loss, checkpoints
+            self._saving: Any = None
             self._own_loss: Callable[[], object] = int
             self._targets: list[Any] = []
             self._clips = 0.0
@@ -287,6 +296,26 @@ def _trainer_callback() -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             hetmem.progress(kwargs["model"])
+            if control.should_save:  # the trainer may delete the last checkpoint, whose file may not be there yet
+                self._end_save()
+
+        def _end_save(self) -> None:
+            saving, self._saving = self._saving, None
+            if saving is not None:
+                saving.wait()
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not self._checkpoints:
+                return
+            self._end_save()
+            optimizer, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
+            optimizer = getattr(optimizer, "optimizer", optimizer)  # that of accelerate has ours within
+            extra = {"step": state.global_step, "scheduler": scheduler.state_dict(), "rng": torch.get_rng_state()}
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            self._saving = hetmem.save(
+                folder / "hetmem.safetensors", kwargs["model"], optimizer, extra=extra, wait=False
+            )
 
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.is_world_process_zero:
@@ -295,6 +324,7 @@ def _trainer_callback() -> Any:
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             args.max_grad_norm = self._clips
             self._own_loss()
+            self._end_save()
             for target in self._targets:
                 getattr(target, "flush", int)()
             _save(kwargs["model"], self._report)

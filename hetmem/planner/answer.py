@@ -174,6 +174,7 @@ def plan_of(
         combined=None,
         inference=inference,
         generation=None,
+        between_steps=None if best is None or inference else _between_steps(best, roles["device"]),
         loss="chunked" if call.loss == "chunked" else None,
         setup=call.setup,
         at_peak=tuple({"what": what, "bytes": nbytes} for what, nbytes in workload.at_peak),
@@ -187,6 +188,27 @@ def plan_of(
         advice=decision.advice,
         nvme_directories=nvme_directories,
     )
+
+
+_NOT_SAVED = ("compute", "grad", "activations", "staging")
+_NOT_PARKED = ("copies", "activations")
+
+
+def _between_steps(best: Judged, on_device: Mapping[str, int]) -> dict[str, Any]:
+    """Return `Plan.between_steps` of a run that has the homes `on_device` there."""
+    hardware, tiers = best.setting.hardware, (Tier.DEVICE, Tier.HOST, Tier.NVME)
+    homes = [item for tier in tiers for item in best.arrangement.bytes_by_role(tier).items()]
+    saved = sum(nbytes for role, nbytes in homes if role not in _NOT_SAVED)
+    parked = sum(nbytes for role, nbytes in on_device.items() if role not in _NOT_PARKED)
+    seconds = hardware.nvme_write.seconds(saved)
+    return {
+        "saved_bytes": saved,
+        "save_seconds": seconds,
+        "hides": seconds <= best.result.seconds,
+        "parked_bytes": parked,
+        "park_seconds": hardware.device_to_host.seconds(parked) if parked else 0.0,
+        "wake_seconds": hardware.host_to_device.seconds(parked) if parked else 0.0,
+    }
 
 
 def _optimizer(how: Updating) -> dict[str, Any]:

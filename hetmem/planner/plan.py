@@ -25,6 +25,7 @@ from hetmem.planner.wording import (
     LOGITS_SHARE,
     TIMES,
     as_source,
+    between_line,
     cache_line,
     choice_line,
     drive_life,
@@ -37,7 +38,7 @@ from hetmem.planner.wording import (
 from hetmem.planner.wording import count as _count
 from hetmem.planner.wording import wrapped as _wrapped
 
-PLAN_VERSION = 15
+PLAN_VERSION = 16
 KEPT = "kept for homes on the device"
 LOANED = "gradients until their update"
 """The role of memory that homes moved to the device have left, reserved for their way back."""
@@ -89,8 +90,9 @@ class Plan:
     `layers`: if some of the `count` repeated layers `of` the model are to be checkpointed, how many of the first
     (`recomputed`), and the `moved_bytes` and `kept_bytes` of activations then; else None.
     `inference`: forwards alone. `generation`: of a plan for new tokens after a prompt, whose step is all of it, else
-    None: docs/schemas.md has its keys. `loss`: "chunked" for that of `hetmem.chunked_loss`, else None. `setup`: code
-    that comes before the model is managed.
+    None: docs/schemas.md has its keys. `between_steps`: bytes and seconds of a checkpoint at the drive's rate, and
+    whether it hides behind a step; those of parking and waking; None for inference. `loss`: "chunked" for that of
+    `hetmem.chunked_loss`, else None. `setup`: code that comes before the model is managed.
     """
 
     model: str
@@ -133,6 +135,7 @@ class Plan:
     combined: dict[str, Any] | None
     inference: bool
     generation: dict[str, Any] | None
+    between_steps: dict[str, Any] | None
     loss: str | None
     setup: tuple[str, ...]
     at_peak: tuple[dict[str, Any], ...]
@@ -406,6 +409,8 @@ def _time(plan: Plan) -> Iterator[str]:
         )
     if plan.link_bytes.get("nvme_write"):
         yield drive_line(plan.link_bytes["nvme_write"], seconds, plan.capacity_bytes["nvme"])
+    if plan.between_steps is not None:
+        yield between_line(plan.between_steps)
     if plan.other_order is not None:
         yield other_order_line(plan.other_order, seconds, accumulates=plan.accumulate)
     if plan.compute_bound_micro_batches is not None:

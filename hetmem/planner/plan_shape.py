@@ -148,6 +148,18 @@ _PLAN = record(
                 }
             )
         ),
+        "between_steps": or_null(
+            record(
+                {
+                    "saved_bytes": _BYTES,
+                    "save_seconds": _SECONDS,
+                    "hides": FLAG,
+                    "parked_bytes": _BYTES,
+                    "park_seconds": _SECONDS,
+                    "wake_seconds": _SECONDS,
+                }
+            )
+        ),
         "loss": one_of(None, "chunked"),
         "setup": list_of(text()),
         "at_peak": list_of(record({"what": text(), "bytes": _BYTES})),

@@ -57,6 +57,16 @@ def drive_life(written: int, seconds: float, capacity: int) -> tuple[float, str]
     return daily, f"{days:.1f} days" if days < 10 else f"{days:.0f} days"
 
 
+def between_line(found: Mapping[str, Any]) -> str:
+    """Return a sentence on a checkpoint in the background, and on parking, from `Plan.between_steps`."""
+    behind = "hides behind a step" if found["hides"] else "longer than a step"
+    parked = f"; parking takes {format_seconds(found['park_seconds'])}" if found["parked_bytes"] else ""
+    return wrapped(
+        f"checkpoint: {format_size(found['saved_bytes'])} in {format_seconds(found['save_seconds'])} at the drive's "
+        f"rate, {behind}{parked}"
+    )
+
+
 def drive_line(written: int, seconds: float, capacity: int) -> str:
     """Return what a step writes to a drive of `capacity` bytes, and how long that lasts."""
     daily, life = drive_life(written, seconds, capacity)

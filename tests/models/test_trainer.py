@@ -68,12 +68,11 @@ def trained(
         str(directory),
         learning_rate=1e-3,
         warmup_steps=1,
-        save_steps=2,
         logging_steps=1,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **{"max_steps": 3, "max_grad_norm": 0.5, "per_device_train_batch_size": BATCH, **options},
+        **{"max_steps": 3, "save_steps": 2, "max_grad_norm": 0.5, "per_device_train_batch_size": BATCH, **options},
     )
     chosen = {"optimizers": (optimizer, None)} if ours is None else for_trainer(arguments, **ours)
     trainer = kind(model, arguments, train_dataset=Sentences(), **chosen)
@@ -231,3 +230,24 @@ def test_a_trainer_finds_a_batch_size_by_itself(tmp_path: Path) -> None:
     trainer = trained(model, tmp_path, ours={}, weight_decay=0.0, **sizes)
     assert 0 < trainer._train_batch_size < 3 * BATCH
     assert len(losses(trainer)) == 3
+
+
+def test_each_checkpoint_has_a_file_of_hetmem_that_was_written_behind_training(tmp_path: Path) -> None:
+    """Training from it has the bits of training without a break; the trainer keeps one checkpoint."""
+    managed = managed_copy(MODELS["gpt2"]()[0], tmp_path)
+    ours: dict[str, Any] = {"checkpoints": True, "weight_decay": 0.1}
+    options: dict[str, Any] = {"save_steps": 1, "save_total_limit": 1, "save_only_model": True, "max_grad_norm": 0.0}
+    trainer = trained(managed, tmp_path / "out", ours=ours, **options)
+    assert [each.name for each in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+    (tmp_path / "other").mkdir()
+    other = managed_copy(MODELS["gpt2"]()[0], tmp_path / "other")
+    names = {id(parameter): name for name, parameter in managed.named_parameters()}
+    groups = [[other.get_parameter(names[id(p)]) for p in of["params"]] for of in trainer.optimizer.param_groups]
+    optimizer = hetmem.AdamW([{"params": each} for each in groups])
+    latest = hetmem.latest(tmp_path / "out" / "checkpoint-3")
+    assert latest == str(tmp_path / "out" / "checkpoint-3" / "hetmem.safetensors")
+    extra = hetmem.load(latest, other, optimizer)
+    assert extra["step"] == 3
+    assert_same_weights(managed, other)
+    assert_same_states(trainer.optimizer.optimizer, optimizer)
+    assert hetmem.report(managed).to_dict()["between_steps"]["saves"] == 3
