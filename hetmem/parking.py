@@ -41,17 +41,24 @@ def parked(model: Model) -> Iterator[None]:
         unpark(model)
 
 
-def park(model: Model) -> None:
-    """Move all that a managed `model`, or each of several, has on the device to host memory, and free its slots and
-    staging, so that others may have the device. A number for each weight stays, in 512 bytes of torch's allocator.
+def park(model: Model, *, prepare: bool = False) -> None:
+    """Move all that a managed `model`, or each of several, has on the device to host memory, or to NVMe where that has
+    no room, and free its slots and staging, so that others may have the device: no byte of the model stays there.
+    `hetmem.report` says how long that took, and what torch's allocator keeps for tensors of the program.
+
+    `prepare=True` parks nothing: the host memory that parking is to take is touched, which the first park would do.
 
     Weights, states and gradients stay readable at home, `state_dict` and `hetmem.save` work, and a forward, a backward
     or a step raises `ManageError` until `unpark`. States of other optimizers than hetmem's stay where they are.
 
     Raises `ManageError`, with nothing parked, if a model is not managed or parked already, within a forward or
     backward, between a forward and its backward, and if the program holds memory of the device that is to move
-    (`kept = p.data`); `BudgetError` if host memory has no room within the budget for homes on the device.
+    (`kept = p.data`); `BudgetError` if host memory and NVMe have no room within the budget for homes on the device.
     """
+    if prepare:
+        for module in _modules(model):
+            _prepare(module)
+        return
     done = list[torch.nn.Module]()
     try:
         for module in _modules(model):
@@ -111,11 +118,27 @@ def _park(module: torch.nn.Module) -> None:
         buffers = [] if device.watched else [each for each in module.buffers() if each.device == device.torch_device]
         for buffer in buffers:
             buffer.data = buffer.data.cpu()
+        runtime.bindings.free_stand_ins()
         device.give_back()
+        runtime.statistics.parked_kept_bytes = 0 if device.watched else device.kept_bytes()
+        runtime.statistics.parked_used_bytes = 0 if device.watched else device.allocated_bytes()
         _LEFT[interception] = _Left(homes, buffers)
         runtime.turn.parked = True
         runtime.statistics.parks += 1
         runtime.statistics.park_seconds += runtime.events.now() - began
+
+
+@HELD_BACK
+def _prepare(module: torch.nn.Module) -> None:
+    interception = registry.of_module(module)
+    memory = interception.runtime.memory
+    registry.refuse_of_ranks(module.parameters(), "hetmem.park")
+    with interception.runtime.turn.held("hetmem.park"):
+        chunks = [chunk for chunk in interception.runtime.chunks if chunk.moved]
+        memory.borrow_way_back(chunks)
+        memory.lent.touch()
+        for chunk in chunks:
+            memory.end_way_back(chunk)
 
 
 @HELD_BACK
@@ -128,6 +151,7 @@ def _unpark(module: torch.nn.Module) -> None:
             raise ManageError(f"{name} is not parked")
         device = runtime.memory.device
         try:
+            runtime.bindings.make_stand_ins()
             interception.share.come_back(left.chunks)
             for buffer in left.buffers:
                 buffer.data = buffer.data.to(device.torch_device)

@@ -40,7 +40,7 @@ PUBLIC = {
     "load_weights": "path model strict rename rounding",
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations frozen group",
     "managed": "budget options",
-    "park": "model",
+    "park": "model prepare",
     "parked": "model",
     "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches accumulate tokens "
     "checkpointing overlap "

@@ -20,6 +20,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "third": {"device": "700KiB", "host": "16MiB"},
     "nvme": {"device": "700KiB", "host": "2MiB", "nvme": "16MiB"},
     "some stay": {"device": "4MiB", "host": "4200KiB"},
+    "on the drive": {"device": "16MiB", "host": "1MiB", "nvme": "16MiB"},
 }
 
 
@@ -30,7 +31,7 @@ def build() -> nn.Module:
 
 
 def managed(place: str, directory: Path, **options: Any) -> nn.Module:
-    drive = {"nvme_dir": directory} if place == "nvme" else {}
+    drive = {"nvme_dir": directory} if "nvme" in PLACES[place] else {}
     limits = hetmem.Budget(**PLACES[place], **drive)
     return hetmem.manage(build(), limits, device=harness.DEVICE(), chunk_bytes="128KiB", **options)
 
@@ -69,6 +70,7 @@ def test_training_goes_on_with_the_bits_of_a_run_without(place: str, mixed: Any,
         with hetmem.parked(runs[1]):
             facts = testing.of(runs[1]).memory()
             assert (facts.device_home_bytes, facts.held_bytes) == (0, 0), facts
+            assert all("device" not in chunk.homes.values() for chunk in testing.of(runs[1]).chunks())
             assert all(map(torch.equal, state(runs[1], right), expected))
         assert homes(runs[1]) == before
         assert testing.of(runs[1]).memory().host_free_bytes == free, "what was lent is given back"
@@ -173,3 +175,33 @@ def test_a_checkpoint_is_saved_and_loaded_meanwhile(place: str, tmp_path: Path) 
     for number in (1, 2):
         assert step(model, optimizers[0], number) == step(fresh, optimizers[1], number)
     assert all(map(torch.equal, state(model, optimizers[0]), state(fresh, optimizers[1])))
+
+
+def test_memory_that_parking_takes_may_be_touched_before(tmp_path: Path) -> None:
+    model = managed("whole", tmp_path)
+    optimizer = hetmem.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, 0)
+    before, free = homes(model), testing.of(model).memory().host_free_bytes
+    hetmem.park(model, prepare=True)
+    assert homes(model) == before
+    assert testing.of(model).memory().host_free_bytes == free
+    step(model, optimizer, 1)
+    with hetmem.parked(model):
+        pass
+    step(model, optimizer, 2)
+
+
+def test_hundreds_of_cycles_beside_another_owner_of_the_device_change_no_bit(tmp_path: Path, all_cases: bool) -> None:
+    """Another program takes all of the device between steps."""
+    left, right = (managed("whole", tmp_path) for _ in range(2))
+    optimizers = [hetmem.AdamW(each.parameters(), lr=1e-2) for each in (left, right)]
+    free: set[int] = set()
+    for number in range(200 if all_cases else 12):
+        step(left, optimizers[0], number)
+        step(right, optimizers[1], number)
+        with hetmem.parked(right):
+            taken = torch.full((16 << 18,), float(number))  # the 16 MiB of the budget
+            free.add(testing.of(right).memory().host_free_bytes)
+        assert bool((taken == number).all())
+    assert len(free) == 1, "memory is flat"
+    assert all(map(torch.equal, state(left, optimizers[0]), state(right, optimizers[1])))

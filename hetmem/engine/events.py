@@ -353,5 +353,8 @@ class Statistics(DevicePeaks):
     park_seconds: float = 0.0
     wake_seconds: float = 0.0
     """How often the model was parked, and how long moving off the device and back took in all."""
+    parked_kept_bytes: int = 0
+    parked_used_bytes: int = 0
+    """What the process kept of the device when it was parked last, and what of that tensors had."""
     updated_bytes: Counter[Tier] = field(default_factory=Counter)
     """Bytes of parameters, by the tier where they were updated."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -57,6 +58,9 @@ class Memory:
     """Whether copies use host memory, which must be page-locked then."""
     ranks: Ranks | None = None
     """The group of ranks that share all homes, if there are several."""
+    nvme_directories: list[Path] = field(default_factory=list)
+    _parked: NvmeStore | None = None
+    """The drive of a model that uses none but while it is parked."""
     _pinned: bool = False
     device_home_bytes: int = 0
     bound_to_device: bool = False
@@ -96,8 +100,9 @@ class Memory:
 
     def close(self) -> None:
         """End page-locking and the store's threads and files. Homes stay readable as long as tensors hold them."""
-        if self.store is not None:
-            self.store.close()
+        for store in (self.store, self._parked):
+            if store is not None:
+                store.close()
         while self.pins:
             self.pins.pop()()
 
@@ -260,25 +265,40 @@ class Memory:
         return True
 
     def borrow_way_back(self, chunks: Iterable[Chunk]) -> None:
-        """Borrow host memory for each home of `chunks` that has none reserved there. Raises `BudgetError`, with nothing
-        borrowed, if there is no room."""
-        found = dict[Home, Home]()
+        """Borrow host memory, or memory of the drive where that has no room, for each home of `chunks` that has none
+        reserved there. Raises `BudgetError`, with nothing borrowed, if neither has room."""
+        found, store = dict[Home, Home](), self.store
         for chunk in chunks:
             for role, home in chunk.homes.items():
                 if home.tier is not Tier.DEVICE or home.away is not None:
                     continue
-                if (away := self.lent.borrow(chunk.home_nbytes(role), leaves_activations=False)) is None:
+                nbytes = chunk.home_nbytes(role)
+                away = self.lent.borrow(nbytes, leaves_activations=False)
+                if away is None:
+                    store = self._drive()
+                    away = None if store is None else self.lent.borrow_on_drive(store, nbytes)
+                if away is None:
                     for each in found.values():
                         self.lent.give_back(each)
                     needed = sum(_nbytes_without_way_back(each) for each in chunks)
                     free = self.host_pool.loan_room_bytes(0)
+                    drive = 0 if store is None else self.nvme_bytes - store.reserved_bytes - store.lent_bytes
+                    on_drive = f", and the drive {format_size(drive)}" if drive else ""
                     raise BudgetError(
                         f"homes on the device take {format_size(needed)}, and host memory has {format_size(free)} for "
-                        f"them: raise Budget(host=…) by {format_enough(needed - free)}"
+                        f"them{on_drive}: raise Budget(host=…) by {format_enough(max(1, needed - free - drive))}"
                     )
                 found[home] = away
         for home, away in found.items():
             home.away = away
+
+    def _drive(self) -> NvmeStore | None:
+        """Return the store, or one for parked homes alone; None without a budget of NVMe."""
+        if self.store is not None or not self.nvme_directories:
+            return self.store
+        if self._parked is None:
+            self._parked = NvmeStore(self.nvme_directories, self.nvme_bytes)
+        return self._parked
 
     def end_way_back(self, chunk: Chunk) -> None:
         """Give back what `borrow_way_back` has borrowed for `chunk`, whose homes are on the device."""

@@ -6,8 +6,11 @@ It knows bytes, and which homes lie in them; whose homes they are is `engine.hom
 
 from __future__ import annotations
 
-from hetmem.memory.chunk import Home, RawMemory
-from hetmem.memory.host_memory import HostPool, Loan
+import torch
+
+from hetmem.memory.chunk import Home, RawMemory, elements
+from hetmem.memory.host_memory import PAGE_BYTES, HostPool, Loan
+from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.gradients import Lending
 from hetmem.schedule.trace import Tier
 
@@ -31,6 +34,7 @@ class LentMemory:
         self._lent: dict[Home, RawMemory] = {}
         self._loans: dict[Home, Loan] = {}
         """Homes in memory that was not set aside."""
+        self._on_drive: dict[Home, Loan] = {}
         self._loaned_bytes = 0
         self._activation_bytes = 0
         """The most bytes of activations in host memory when a gradient was lent memory."""
@@ -89,6 +93,19 @@ class LentMemory:
         self._loaned_bytes += nbytes
         return home
 
+    def borrow_on_drive(self, store: NvmeStore, nbytes: int) -> Home | None:
+        """Lend memory of the drive that nothing else takes; None if there is none."""
+        if (loan := store.lend(nbytes)) is None:
+            return None
+        home = Home(Tier.NVME, loan.memory[:nbytes], extent=loan.extent)
+        self._on_drive[home] = loan
+        return home
+
+    def touch(self) -> None:
+        """Have all host memory that was lent be there, as its first use would."""
+        for home in self._loans:
+            elements(home.memory, torch.uint8, home.memory.nbytes)[::PAGE_BYTES].zero_()
+
     @property
     def activation_bytes(self) -> int:
         """Bytes of activations in host memory."""
@@ -105,6 +122,8 @@ class LentMemory:
             buffers = self._buffers[home.tier]
             buffers.spare[memory.nbytes].append(memory)
             buffers.lending.give(memory.nbytes)
+            return True
+        if self._on_drive.pop(home, None) is not None:
             return True
         if self._loans.pop(home, None) is None:
             return False

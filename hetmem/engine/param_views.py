@@ -61,6 +61,27 @@ class Bindings:
                 self.by_address[managed.stand_in.untyped_storage().data_ptr()] = managed
                 self.by_storage[storage_address(managed.stand_in)] = managed
 
+    def free_stand_ins(self) -> None:
+        """Free the memory of all stand-ins, which no operator reads until `make_stand_ins`."""
+        for managed in self.by_id.values():
+            assert managed.stand_in is not None, f"{managed.name} has no stand-in"
+            storage = managed.stand_in.untyped_storage()
+            self.by_address.pop(storage.data_ptr(), None)
+            storage.resize_(0)
+
+    def make_stand_ins(self) -> None:
+        """Allocate the memory of stand-ins that has been freed. Raises torch.OutOfMemoryError; a repeated call does the
+        rest."""
+        for managed in self.by_id.values():
+            assert managed.stand_in is not None, f"{managed.name} has no stand-in"
+            storage = managed.stand_in.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(managed.stand_in.itemsize)
+                with torch.no_grad():
+                    managed.stand_in.data.as_strided((), ()).fill_(nothing(managed.stand_in.dtype))
+                if managed.numel:
+                    self.by_address[storage.data_ptr()] = managed
+
     def move_home(self, managed: ManagedParameter, home: torch.Tensor) -> None:
         """Give `managed` another home with the same values; device views stay."""
         parameter = managed.parameter
@@ -307,8 +328,12 @@ def leave_coded(managed: ManagedParameter, values: torch.Tensor) -> None:
 
 def stand_in(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of `dtype` on `device` in the shape of `like` that takes no memory and reads as NaN."""
-    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), nothing, dtype=dtype, device=device).expand(like.shape)
+    return torch.full((), nothing(dtype), dtype=dtype, device=device).expand(like.shape)
+
+
+def nothing(dtype: torch.dtype) -> float:
+    """Return NaN, or the number that stands for it in `dtype`."""
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
 
 
 def show_cast(cast: torch.Tensor, values: torch.Tensor | None) -> None:

@@ -145,6 +145,9 @@ class CudaDevice(Device):
     def allocated_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.torch_device))
 
+    def kept_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self.torch_device))
+
     def fragment_bytes(self) -> int:
         return self._fragment_bytes
 

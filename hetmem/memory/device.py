@@ -166,6 +166,10 @@ class Device:
     def give_back(self) -> None:
         """Give others what serves all models, and what its allocator keeps; it is taken again as it is used."""
 
+    def kept_bytes(self) -> int:
+        """Return the bytes of the device that this process keeps from others, free memory of its allocator too."""
+        return self.allocated_bytes()
+
     def fragment_bytes(self) -> int:
         """Return the most bytes that its allocator had at one time between tensors: free, and of no use to others."""
         return 0

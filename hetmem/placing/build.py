@@ -296,6 +296,7 @@ def build_memory(
             ground.in_codes,
             copied=not ground.is_whole or moves_activations,
             ranks=ranks,
+            nvme_directories=list(limits.nvme_directories),
         )
         if built is None:  # else once it is used for homes only
             memory.page_lock()

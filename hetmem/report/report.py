@@ -138,6 +138,8 @@ def _between_steps(runtime: Runtime) -> dict[str, Any]:
         "parks": statistics.parks,
         "park_seconds": statistics.park_seconds,
         "wake_seconds": statistics.wake_seconds,
+        "parked_kept_bytes": statistics.parked_kept_bytes,
+        "parked_used_bytes": statistics.parked_used_bytes,
     }
 
 

@@ -116,6 +116,8 @@ _BETWEEN_STEPS = _section(
     parks=_COUNT,
     park_seconds=_SECONDS,
     wake_seconds=_SECONDS,
+    parked_kept_bytes=_BYTES,
+    parked_used_bytes=_BYTES,
 )
 _RANK = _section(
     rank=_COUNT,

@@ -283,6 +283,11 @@ def _between_steps(found: dict[str, Any] | None) -> str:
             f"parked {_number_of(parks, 'time')}: {format_seconds(found['park_seconds'] / parks)} to park and "
             f"{format_seconds(found['wake_seconds'] / parks)} to wake"
         )
+        if kept := found["parked_kept_bytes"]:
+            lines += "\n" + _wrapped(
+                f"torch's allocator kept {format_size(kept)} of the device then, for tensors of the program that take "
+                f"{format_size(found['parked_used_bytes'])}"
+            )
     return lines
 
 

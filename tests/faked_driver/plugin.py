@@ -55,6 +55,17 @@ def pytest_configure() -> None:
     install_device()
 
 
+def _resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    """Do what `storage.resize_` does, which this torch can for memory of the host alone. The content is lost."""
+    if storage.device.type != "cuda":
+        return _RESIZE(storage, nbytes)
+    storage._swap_data_ptr_(torch.empty(nbytes, dtype=torch.uint8, device="cuda").untyped_storage())
+    return storage
+
+
+_RESIZE = torch.UntypedStorage.resize_
+
+
 def install_device(seed: int | None = None) -> None:
     """Make `torch.cuda` the device's. With a `seed` work on streams runs as late as it may only some of the time."""
     library = ctypes.CDLL(None)
@@ -68,6 +79,7 @@ def install_device(seed: int | None = None) -> None:
     vars(fake.properties).update(total_memory=2 * MEMORY_BYTES, major=9, minor=0, multi_processor_count=132)
     fake.peak, fake.reset_peak = library.faked_peak, library.faked_reset_peak
     install(fake, _put)
+    _put(torch.UntypedStorage, "resize_", _resize)
     told = _Refused(lambda asked: [observer(0, asked, MEMORY_BYTES, 0) for observer in fake.observers] and None)
     library.faked_observe(told)
     extra: dict[str, Any] = {

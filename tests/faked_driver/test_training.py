@@ -334,8 +334,7 @@ def test_homes_leave_a_device_that_has_not_a_byte_left(whole: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_parked_model_has_no_byte_of_the_device(placement: str, tmp_path: Path) -> None:
-    """Beside a number for each weight, which stands for it between operators. Another program takes all of it
-    meanwhile; if it keeps it, the model stays parked."""
+    """Another program takes all of it meanwhile; if it keeps it, the model stays parked."""
     expected = steps_of(Small, mixed=None, where="cuda" if placement == "resident" else "cpu", then="cpu", clip=None)
     before, library = torch.cuda.memory_allocated(), ctypes.CDLL(None)
     managed = small(budget(placement, tmp_path))
@@ -345,7 +344,7 @@ def test_a_parked_model_has_no_byte_of_the_device(placement: str, tmp_path: Path
         go_on(managed, optimizer, step, clip=False)
         optimizer.zero_grad()
         hetmem.park(managed)
-        assert torch.cuda.memory_allocated() == before + 4 * len([*managed.parameters()])
+        assert torch.cuda.memory_allocated() == before
         assert torch.equal(managed.table, torch.arange(1000))
         if placement == "resident":
             library.faked_limit(ctypes.c_int64(torch.cuda.memory_allocated()))
