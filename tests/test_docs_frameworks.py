@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import hetmem
+from hetmem.errors import ManageError
 from hetmem.integrations import for_trainer, layer_by_layer
 from tests.test_docs_code import given, llama, run, snippets
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 
-TRAINER, TRL, ACCELERATE, LIGHTNING, LOGGERS = snippets("docs/integrations.md")
+TRAINER, TRL, GRPO, ACCELERATE, LIGHTNING, LOGGERS = snippets("docs/integrations.md")
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,50 @@ def test_a_trainer_of_trl() -> None:
     run(TRL, names)
     assert hetmem.report(names["model"]).to_dict()["steps"] == 3
     assert Path("run.html").exists()
+
+
+class Engine:
+    """Generates by a model of transformers of its own, while the other one is parked."""
+
+    def __init__(self, model: Any, trained: Any, tokenizer: Any) -> None:
+        self._model, self._trained, self._tokenizer = model.to(torch.bfloat16).eval(), trained, tokenizer
+        self._weights = dict(model.named_parameters())
+        self.awake, self.loaded, self.rollouts = False, 0, 0
+
+    def wake_up(self) -> None:
+        self.awake = True
+
+    def sleep(self) -> None:
+        self.awake = False
+
+    @torch.no_grad()
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        self._weights[name].copy_(tensor)
+        self.loaded += 1
+
+    def generate(self, prompts: list[str]) -> dict[str, list[Any]]:
+        assert self.awake
+        with pytest.raises(ManageError, match="parked"):
+            self._trained(torch.ones(1, 1, dtype=torch.long))
+        self.rollouts += 1
+        given = [self._tokenizer(prompt)["input_ids"] for prompt in prompts]
+        made = [self._model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=True)[0] for ids in given]
+        completions = [found[len(ids) :].tolist() for ids, found in zip(given, made, strict=True)]
+        told = [[0.0] * len(each) for each in completions]
+        return {"prompt_ids": given, "completion_ids": completions, "logprobs": told}
+
+
+def test_grpo_of_trl_on_one_gpu() -> None:
+    names = names_for("transformers", "trl", "datasets") | {"model": llama("model")}
+    names["budget"] = hetmem.Budget(device="16MiB", device_chunks="128KiB", host="8MiB")
+    names["tokenizer"] = words()
+    names["data"] = names["datasets"].Dataset.from_dict({"prompt": ["a b a b b a"] * 24})
+    names["reward"] = lambda completions, **_: [float(len(each)) + at for at, each in enumerate(completions)]
+    engine = names["engine"] = Engine(copy.deepcopy(names["model"]), names["model"], names["tokenizer"])
+    run(GRPO, names)
+    assert hetmem.report(names["model"]).to_dict()["steps"] == 2
+    assert engine.rollouts == hetmem.report(names["model"]).to_dict()["between_steps"]["parks"] > 0
+    assert engine.loaded == engine.rollouts * len([*names["model"].parameters()])
 
 
 def test_accelerate() -> None:

@@ -370,7 +370,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 def test_a_plan_that_was_changed_or_is_of_another_version_is_refused() -> None:
     data = small_plan().to_dict()
     with pytest.raises(
-        planner.PlanError, match="plan: version: expected 15, got 0: another hetmem made it; plan again"
+        planner.PlanError, match="plan: version: expected 16, got 0: another hetmem made it; plan again"
     ):
         planner.Plan.from_dict({**data, "version": 0})
     for name, value in data.items():
