@@ -378,7 +378,7 @@ def test_a_plan_that_was_changed_or_is_of_another_version_is_refused() -> None:
             with pytest.raises(planner.PlanError, match=r"another hetmem made it|changed since hetmem made it"):
                 planner.Plan.from_dict(other)
     for other in (None, [], "words", 3, {}):
-        with pytest.raises(planner.PlanError, match="plan: version: expected 15"):
+        with pytest.raises(planner.PlanError, match="plan: version: expected 16"):
             planner.Plan.from_dict(other)
 
 
