@@ -62,6 +62,7 @@ FOR_HETMEM = {
         "available_bytes",
         "captures",
         "pin",
+        "kept_bytes",
         "peak_bytes",
         "copy_in",
         "gradient_out",

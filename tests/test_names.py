@@ -19,7 +19,7 @@ PUBLIC = {
     "Budget": "device device_chunks home_copies host limits nvme nvme_dir",
     "MemoryReport": "data save to_dict",
     "SimDevice": "SHARE allocate allocated_bytes available_bytes captures copier copy_in cores forget_peak "
-    "fragment_bytes give_back gradient_out gradients_out peak_bytes pin pool remarks rows_in tell_refusals "
+    "fragment_bytes give_back gradient_out gradients_out kept_bytes peak_bytes pin pool remarks rows_in tell_refusals "
     "torch_device watched",
     "Plan": "accumulate activation_bytes activation_choices activations advice approximations as_asked at_peak best "
     "binding "
