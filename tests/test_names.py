@@ -22,7 +22,7 @@ PUBLIC = {
     "fragment_bytes give_back gradient_out gradients_out kept_bytes peak_bytes pin pool remarks rows_in tell_refusals "
     "torch_device watched",
     "Plan": "accumulate activation_bytes activation_choices activations advice approximations as_asked at_peak best "
-    "binding "
+    "between_steps binding "
     "budget budget_bytes "
     "capacity_bytes changes checkpointing chunk_bytes chunk_waste code combined compute_bound_micro_batches "
     "compute_bound_rows constructor "
