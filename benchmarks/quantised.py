@@ -91,7 +91,7 @@ def _by_library(format_: str, weight: torch.Tensor) -> Any:
             coding, codes = coded("fp8", weight)
             values = codes[: weight.numel()].view(torch.float8_e4m3fn).view(weight.shape)
             scales = codes[coding.scales_span.start :][: coding.scales_span.nbytes].view(torch.float32)
-            return library._dequantize_fp8_weight(values, scales.view(coding.grid), (128, 128))
+            return library._dequantize_fp8_weight(values, scales.view(coding.grid), [128, 128], torch.float32)
         library = import_module("bitsandbytes.functional")
         if format_ == "int8":
             return library.int8_vectorwise_dequant(*library.int8_vectorwise_quant(weight)[:2])

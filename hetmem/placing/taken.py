@@ -236,22 +236,8 @@ def _of_rows(model: torch.nn.Module, module: Any, name: str, parameter: Any) -> 
     scales = parameter.SCB if parameter.SCB is not None else module.state.SCB
     if scales is None:
         _refuse(name, "is an Int8Params without its SCB")
-    shape = tuple(parameter.shape)
-    own = _bytes(parameter.data), _bytes(scales.float())
-    coding = Coding("int8", 1, *shape)
-    return _checked(
-        TakenWeight(
-            name,
-            module,
-            parameter,
-            shape,
-            _usual_dtype(model),
-            coding,
-            *own,
-            forward=_linear,
-            quantises_inputs=True,
-        )
-    )
+    coding = Coding("int8", 1, *parameter.shape)
+    return _in_16_bits(model, module, name, parameter, coding, _bytes(parameter.data), _bytes(scales.float()))
 
 
 def _of_int8_tensor(module: Any, name: str, parameter: Any) -> TakenWeight:
@@ -294,20 +280,17 @@ def _of_tiles(model: torch.nn.Module, module: Any, name: str, parameter: Any) ->
     codes = _bytes(parameter.data)
     if bool(((codes & 0x7F) == 0x7F).any()) or not scales.float().isfinite().all():
         _refuse(name, "has codes or scales that are no numbers")
-    own = codes, _bytes(scales.float())
-    return _checked(
-        TakenWeight(
-            name,
-            module,
-            parameter,
-            shape,
-            _usual_dtype(model),
-            coding,
-            *own,
-            forward=_linear,
-            quantises_inputs=True,
-        )
-    )
+    return _in_16_bits(model, module, name, parameter, coding, codes, _bytes(scales.float()))
+
+
+def _in_16_bits(
+    model: torch.nn.Module, module: Any, name: str, parameter: Any, coding: Coding, codes: torch.Tensor, scales: Any
+) -> TakenWeight:
+    """Return the weight of a layer that quantised its inputs, too, in the dtype that `model` computes in."""
+    shape, dtype = tuple(parameter.shape), _usual_dtype(model)
+    found = TakenWeight(name, module, parameter, shape, dtype, coding, codes, scales)
+    found.forward, found.quantises_inputs = _linear, True
+    return _checked(found)
 
 
 def _usual_dtype(model: torch.nn.Module) -> torch.dtype:

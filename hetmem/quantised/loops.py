@@ -12,6 +12,7 @@ makes its loop one that LLVM vectorizes.)
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from hetmem.cpu.loops import Loop, compile_loop, narrow
 from hetmem.schedule.formats import FP8_TILE, MX_BLOCK, NESTED_BLOCK, NF4_BLOCK
 
 _UNIT = np.float32(1 / 127)
+_GROUP = 16
 
 
 def nf4(table: Any, codes: Any, scales: Any, out: Any) -> None:
@@ -56,27 +58,47 @@ def mxfp4(table: Any, codes: Any, scales: Any, out: Any) -> None:
 
 
 def fp8(first: Any, rows: Any, columns: Any, codes: Any, scales: Any, out: Any) -> None:
-    """Decode fp8, a part of a row in one tile at a time."""
+    """Decode fp8, a part of a row in one tile at a time; a division for each would take as long as the part."""
     down, across = (rows + FP8_TILE - 1) // FP8_TILE, (columns + FP8_TILE - 1) // FP8_TILE
-    at = 0
+    sixteen, made = np.empty(_GROUP, np.uint8), np.empty(_GROUP, out.dtype)
+    for i in range(_GROUP):
+        sixteen[i] = i
+    bits = made.view(np.uint16)
+    at, row, column = 0, first // columns, first % columns
     while at < out.size:
-        row, column = (first + at) // columns, (first + at) % columns
-        scale = scales[(row // rows * down + row % rows // FP8_TILE) * across + column // FP8_TILE]
-        count = min(FP8_TILE - column % FP8_TILE, columns - column, out.size - at)
-        _scaled_fp8(codes[at : at + count], scale, out[at : at + count])
-        at += count
+        tile = (row // rows * down + row % rows // FP8_TILE) * across + column // FP8_TILE
+        last = min(at + columns - column, out.size)
+        while at < last:
+            scale = scales[tile]
+            end = min(at + FP8_TILE - column % FP8_TILE, last)
+            column = 0
+            if _has_table_of_fp8(out) and end - at >= 2 * _GROUP:
+                _fp8_group(scale, sixteen, made, 0)
+                least, most = (bits[8] >> 7) & 0xFF, (bits[15] >> 7) & 0xFF
+                if least > 0 and most + 14 < 0xFF:  # no product is subnormal or infinite
+                    while at + _GROUP <= end:
+                        _fp8_by_table(made, codes, out, at)
+                        at += _GROUP
+            while at + _GROUP <= end:
+                _fp8_group(scale, codes, out, at)
+                at += _GROUP
+            for i in range(at, end):
+                out[i] = narrow(_fp8_value(codes[i]) * scale, out[i])
+            at = end
+            tile += 1
+        row += 1
 
 
-def _scaled_fp8(codes: Any, scale: Any, out: Any) -> None:
-    for i in range(out.size):
-        code = np.uint32(codes[i])
-        magnitude = np.uint32(code & np.uint32(0x7F))
-        bits = np.uint32(np.uint32(magnitude << np.uint32(20)) + np.uint32(120 << 23))
-        small = np.float32(np.int32(magnitude)) * np.float32(2.0**-9)
-        bits = bits if magnitude >= np.uint32(8) else np.float32(small).view(np.uint32)
-        bits = bits if magnitude != np.uint32(0x7F) else np.uint32(0x7FC00000)
-        bits = np.uint32(bits | np.uint32(np.uint32(code & np.uint32(0x80)) << np.uint32(24)))
-        out[i] = narrow(np.uint32(bits).view(np.float32) * scale, out[i])
+def _fp8_value(number: Any) -> Any:
+    """Return the value of the E4M3 code `number`, as `_fp8_group` computes sixteen."""
+    code = np.uint32(number)
+    magnitude = np.uint32(code & np.uint32(0x7F))
+    bits = np.uint32(np.uint32(magnitude << np.uint32(20)) + np.uint32(120 << 23))
+    small = np.float32(np.int32(magnitude)) * np.float32(2.0**-9)
+    bits = bits if magnitude >= np.uint32(8) else np.float32(small).view(np.uint32)
+    bits = bits if magnitude != np.uint32(0x7F) else np.uint32(0x7FC00000)
+    bits = np.uint32(bits | np.uint32(np.uint32(code & np.uint32(0x80)) << np.uint32(24)))
+    return np.uint32(bits).view(np.float32)
 
 
 def rows(first: Any, columns: Any, codes: Any, scales: Any, out: Any) -> None:
@@ -115,8 +137,24 @@ def _has_shuffles(out: Any) -> Any:
     raise NotImplementedError
 
 
+def _has_table_of_fp8(out: Any) -> Any:
+    """Return whether `_fp8_by_table` writes elements of the type of `out` here."""
+    raise NotImplementedError
+
+
 def _nf4_block(table: Any, scale: Any, codes: Any, out: Any, block: Any) -> None:
     """Decode the block with the number `block`, which is whole, by the 16 values of `table` * `scale`."""
+    raise NotImplementedError
+
+
+def _fp8_group(scale: Any, codes: Any, out: Any, at: Any) -> None:
+    """Decode sixteen codes of fp8 with one `scale`, from the element `at` on."""
+    raise NotImplementedError
+
+
+def _fp8_by_table(made: Any, codes: Any, out: Any, at: Any) -> None:
+    """Decode sixteen codes of fp8 to bfloat16 by the values `made` of the codes 0 to 15 with their scale: a greater
+    exponent of the code is added to that of the value, as both round alike."""
     raise NotImplementedError
 
 
@@ -149,8 +187,11 @@ def _teach_numba() -> None:
     def shuffles(out: Any) -> bool:
         return available and out.dtype.bitwidth == 16
 
-    def has_shuffles(context: Any, build: Any, sig: Any, args: Any) -> Any:
-        return ir.Constant(ir.IntType(1), int(shuffles(sig.args[0])))
+    def has_table(out: Any) -> bool:
+        return available and out.dtype is types.uint16
+
+    def constant(has: Callable[[Any], bool]) -> Any:
+        return lambda context, build, sig, args: ir.Constant(ir.IntType(1), int(has(sig.args[0])))
 
     def block_of(elements: int, high_first: bool) -> Any:
         def decode(context: Any, build: Any, sig: Any, args: Any) -> Any:
@@ -175,28 +216,75 @@ def _teach_numba() -> None:
         found.align = 1
         return found
 
-    def products(build: Any, table: Any, scale: Any) -> Any:
+    def spread(build: Any, scale: Any) -> Any:
         alone = build.insert_element(ir.Constant(floats, ir.Undefined), scale, ir.Constant(ir.IntType(32), 0))
-        return build.fmul(loaded(build, table, floats), build.shuffle_vector(alone, alone, ir.Constant(wide, [0] * 16)))
+        return build.shuffle_vector(alone, alone, ir.Constant(wide, [0] * 16))
 
-    def tables(build: Any, numbers: Any, out: Any) -> Any:
-        """Return the low and the high bytes of float32 `numbers` as float16 or, rounded as by `narrow`, bfloat16."""
+    def products(build: Any, table: Any, scale: Any) -> Any:
+        return build.fmul(loaded(build, table, floats), spread(build, scale))
+
+    def all_of(number: int) -> Any:
+        return ir.Constant(wide, [number] * 16)
+
+    def rounded(build: Any, numbers: Any, out: Any) -> Any:
+        """Return the bits of float32 `numbers` as float16 or, rounded as by `narrow`, bfloat16."""
         if out.dtype is types.int16:
-            bits = build.bitcast(build.fptrunc(numbers, ir.VectorType(ir.HalfType(), 16)), words)
-        else:
-            shift, one, most, nan = (ir.Constant(wide, [number] * 16) for number in (16, 1, 0x7FFF, 0x7FC0))
-            exact = build.bitcast(numbers, wide)
-            odd = build.and_(build.lshr(exact, shift), one)
-            nearest = build.lshr(build.add(build.add(exact, odd), most), shift)
-            bits = build.trunc(build.select(build.fcmp_unordered("uno", numbers, numbers), nan, nearest), words)
+            return build.bitcast(build.fptrunc(numbers, ir.VectorType(ir.HalfType(), 16)), words)
+        exact = build.bitcast(numbers, wide)
+        odd = build.and_(build.lshr(exact, all_of(16)), all_of(1))
+        nearest = build.lshr(build.add(build.add(exact, odd), all_of(0x7FFF)), all_of(16))
+        return build.trunc(build.select(build.fcmp_unordered("uno", numbers, numbers), all_of(0x7FC0), nearest), words)
+
+    def fp8_group(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        codes, out = (make_array(sig.args[n])(context, build, args[n]).data for n in (1, 2))
+        code = build.zext(loaded(build, build.gep(codes, [args[3]]), bytes_16), wide)
+        magnitude = build.and_(code, all_of(0x7F))
+        small = build.fmul(build.sitofp(magnitude, floats), ir.Constant(floats, [2.0**-9] * 16))
+        normal = build.add(build.shl(magnitude, all_of(20)), all_of(120 << 23))
+        bits = build.select(build.icmp_unsigned(">=", magnitude, all_of(8)), normal, build.bitcast(small, wide))
+        bits = build.select(build.icmp_unsigned("==", magnitude, all_of(0x7F)), all_of(0x7FC00000), bits)
+        bits = build.or_(bits, build.shl(build.and_(code, all_of(0x80)), all_of(24)))
+        found = build.fmul(build.bitcast(bits, floats), spread(build, args[0]))
+        found = found if sig.args[2].dtype is types.float32 else rounded(build, found, sig.args[2])
+        build.store(found, build.bitcast(build.gep(out, [args[3]]), found.type.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    def fp8_by_table(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        if not has_table(sig.args[2]):
+            return context.get_dummy_value()
+        made, codes, out = (make_array(sig.args[n])(context, build, args[n]).data for n in range(3))
+        normal = ir.Constant(words, [0] * 8 + [1 << 7] * 8)  # an exponent of 1 is in these already
+        halves = halved(build, build.sub(loaded(build, made, words), normal))
+        code = loaded(build, build.gep(codes, [args[3]]), bytes_16)
+        eight, mask, most, none = (ir.Constant(bytes_16, [number] * 16) for number in (8, 7, 0x7F, 0))
+        magnitude = build.and_(code, most)
+        which = build.select(build.icmp_signed(">=", magnitude, eight), eight, none)
+        low, high = (shuffled(build, half, build.or_(build.and_(code, mask), which)) for half in halves)
+        bits = build.bitcast(interleaved(build, low, high, 1), words)
+        wider = build.zext(code, words)
+        exponent, sign = (build.and_(wider, ir.Constant(words, [number] * 16)) for number in (0x78, 0x80))
+        bits = build.add(bits, build.shl(exponent, ir.Constant(words, [4] * 16)))
+        bits = build.xor(bits, build.shl(sign, ir.Constant(words, [8] * 16)))
+        bits = build.select(build.icmp_signed("==", magnitude, most), ir.Constant(words, [0x7FC0] * 16), bits)
+        build.store(bits, build.bitcast(build.gep(out, [args[3]]), words.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    def halved(build: Any, bits: Any) -> Any:
+        """Return the low and the high bytes of `bits`."""
         return build.trunc(bits, bytes_16), build.trunc(build.lshr(bits, ir.Constant(words, [8] * 16)), bytes_16)
 
-    def looked_up(build: Any, halves: Any, codes: Any, high_first: bool) -> Any:
+    def shuffled(build: Any, table: Any, index: Any) -> Any:
         function = ir.FunctionType(bytes_16, [bytes_16, bytes_16])
-        shuffle = build.module.declare_intrinsic("llvm.x86.ssse3.pshuf.b.128", (), function)
+        return build.call(build.module.declare_intrinsic("llvm.x86.ssse3.pshuf.b.128", (), function), (table, index))
+
+    def tables(build: Any, numbers: Any, out: Any) -> Any:
+        """Return the low and the high bytes of `numbers`, rounded."""
+        return halved(build, rounded(build, numbers, out))
+
+    def looked_up(build: Any, halves: Any, codes: Any, high_first: bool) -> Any:
         four, mask = (ir.Constant(bytes_16, [number] * 16) for number in (4, 15))
         nibbles = build.and_(codes, mask), build.lshr(codes, four)
-        pairs = [[build.call(shuffle, (half, nibble)) for half in halves] for nibble in nibbles]
+        pairs = [[shuffled(build, half, nibble) for half in halves] for nibble in nibbles]
         low, high = (interleaved(build, one, other, 1) for one, other in pairs)
         return interleaved(build, high, low, 2) if high_first else interleaved(build, low, high, 2)
 
@@ -206,11 +294,16 @@ def _teach_numba() -> None:
         order = [n + size * which + part for n in range(0, size, width) for which in (0, 1) for part in range(width)]
         return build.shuffle_vector(one, other, ir.Constant(ir.VectorType(ir.IntType(32), 2 * size), order))
 
-    for helper in (_scaled_fp8, _scaled_int8, _scaled):
+    for helper in (_fp8_value, _scaled_int8, _scaled):
         register_jitable(fastmath=False, error_model="numpy")(helper)
-    type_callable(_has_shuffles)(lambda context: lambda out: types.boolean)
-    lower_builtin(_has_shuffles, types.Array)(has_shuffles)
+    for predicate, has in ((_has_shuffles, shuffles), (_has_table_of_fp8, has_table)):
+        type_callable(predicate)(lambda context: lambda out: types.boolean)
+        lower_builtin(predicate, types.Array)(constant(has))
     for block, elements, high_first in ((_nf4_block, NF4_BLOCK, True), (_mxfp4_block, MX_BLOCK, False)):
         type_callable(block)(lambda context: lambda table, scale, codes, out, block: types.none)
         operands = types.Array, types.float32, types.Array, types.Array, types.Integer
         lower_builtin(block, *operands)(block_of(elements, high_first))
+    type_callable(_fp8_by_table)(lambda context: lambda made, codes, out, at: types.none)
+    lower_builtin(_fp8_by_table, types.Array, types.Array, types.Array, types.Integer)(fp8_by_table)
+    type_callable(_fp8_group)(lambda context: lambda scale, codes, out, at: types.none)
+    lower_builtin(_fp8_group, types.float32, types.Array, types.Array, types.Integer)(fp8_group)

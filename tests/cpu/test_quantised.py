@@ -128,6 +128,23 @@ def test_the_hosts_loops_give_the_bits_of_torch_whole_and_in_parts(name: str) ->
                 assert torch.equal(rest, expected[PIECE_ELEMENTS:]), (shape, dtype)
 
 
+SCALES = (1.0, -2.5, 0.3, 7e-3, 1e-36, 8e-37, 3e-37, 1e-44, 5e35, 7.6e35, 8.2e35, 3e38, 0.0, float("inf"), float("nan"))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_fp8_has_the_bits_of_torch_for_every_code_and_any_scale(scale: float) -> None:
+    """Also where products are subnormal or infinite, which no table of sixteen has."""
+    coding = Coding.of("fp8", (1, 256))
+    coded = coded_of(coding, [*range(256)], floats(scale, scale))
+    for dtype in DTYPES:
+        expected = torch.empty(256, dtype=dtype)
+        torch_dequantise(coding, *parts_of(coding, coded, 0, 256), expected, 0)
+        found = decoded(coding, coded, dtype)
+        number = ~expected.isnan()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found[number].view(torch.uint8), expected[number].view(torch.uint8)), dtype
+
+
 # Relative error of standard normal numbers; of nf4 and int8 that of bitsandbytes, of mxfp4 that of torchao.
 ERRORS = {"nf4": 0.0920, "nf4-nested": 0.0921, "mxfp4": 0.1141, "fp8": 0.0265, "int8": 0.0079, "int8-torchao": 0.0079}
 BYTES = {"nf4": 0.5625, "nf4-nested": 0.516, "mxfp4": 0.53125, "fp8": 1.0003, "int8": 1.004, "int8-torchao": 1.004}

@@ -108,5 +108,7 @@ def test_fp8_is_that_of_transformers() -> None:
     encode(coding, weight.flatten(), coded)
     codes, scales, _ = parts_of(coding, coded, 0, coding.numel)
     quantised = codes.view(torch.float8_e4m3fn).view(256, 384)
-    expected = integration._dequantize_fp8_weight(quantised, scales.view(torch.float32).view(2, 3), (128, 128))
+    expected = integration._dequantize_fp8_weight(
+        quantised, scales.view(torch.float32).view(2, 3), [128, 128], torch.float32
+    )
     assert same(decoded(coding, coded, torch.float32), expected.float())
