@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from hetmem.cpu.workers import TILE_ELEMENTS
@@ -75,16 +76,26 @@ class Ranks:
                 result = do()
             except BaseException as error:
                 self._come(f"{_FAILED}{type(error).__name__}: {error}")
+                if self.machines is not None and isinstance(error, Exception):
+                    with suppress(PeerError):
+                        self.machines.refuse_verdicts(what, "")
                 raise
         with self.waits.at(what):
             texts = self._hear(self._come(f"{what}\n{said(result)}"), what, never)
+            refused = self._refusal(what, texts)
+            if self.machines is not None:
+                found = self.machines.refuse_verdicts(what, "" if refused else texts[0])
+                refused = refused or found
+        if refused is not None:
+            raise refused
+        return result
+
+    def _refusal(self, what: str, texts: list[str]) -> PeerError | None:
+        """Return the error for `texts` that ranks say in `what`, of which one has failed or differs."""
         for rank, theirs in enumerate(texts):
             if theirs.startswith(_FAILED):
-                raise PeerError(f"rank {self.waits.first + rank} has failed in {what}: {theirs.removeprefix(_FAILED)}")
-        for rank, theirs in enumerate(texts):
-            if theirs != texts[0]:
-                raise self._differ(rank, texts)
-        return result
+                return PeerError(f"rank {self.waits.first + rank} has failed in {what}: {theirs.removeprefix(_FAILED)}")
+        return next((self._differ(rank, texts) for rank, theirs in enumerate(texts) if theirs != texts[0]), None)
 
     def _differ(self, rank: int, texts: list[str]) -> PeerError:
         first = self.waits.first

@@ -6,6 +6,7 @@ Every rank of a machine exchanges a part, with its counterparts, and all of them
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any
@@ -21,6 +22,8 @@ PIECE_ELEMENTS = 1 << 20
 
 _GATHERED = 4
 """Up to so many machines get the parts of all others; more add one share each, and then get the sums."""
+
+_HAS_FAILED = -1
 
 
 class Doing(IntEnum):
@@ -50,6 +53,18 @@ class Machines:
             raise PeerError(
                 f"{names(at)} differs on machines {self._names[0]} and {self._names[machine]}: all ranks need the same"
             )
+
+    def refuse_verdicts(self, what: str, said: str) -> PeerError | None:
+        """Return the error for `what` if another machine has failed in it, or does something else than this one, which
+        has `said` what it does; "" if it has failed."""
+        mine = torch.tensor([zlib.crc32(said.encode()) if said else _HAS_FAILED])
+        found = self._gathered(mine, f"{what} on the other machines")[:, 0].tolist()
+        for name, verdict in zip(self._names, found, strict=True):
+            if verdict == _HAS_FAILED:
+                return PeerError(f"a rank of machine {name} has failed in {what}")
+            if verdict != int(mine):
+                return PeerError(f"machine {name} does something else in {what} than {self._names[self.index]}")
+        return None
 
     def present(self, mine: torch.Tensor) -> torch.Tensor:
         """Return the rows of flags, uint8, of all machines."""

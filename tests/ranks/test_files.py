@@ -153,3 +153,28 @@ def test_a_checkpoint_of_torch_is_loaded_by_another_number_of_ranks(saving: int,
     saved = ranks(saving, saves_by_torch, 2, str(tmp_path))
     for found in ranks(loading, loads_by_torch, 2, str(tmp_path)):
         assert difference(found, saved[0]) == []
+
+
+def loads_on_two_machines(rank: int, folder: str) -> str:
+    trains = Trains(1, 2)
+    before = trains.values()
+    with pytest.raises((CheckpointError, PeerError)) as raised:
+        trains.load(f"{folder}/{'damaged' if rank == 1 else 'first'}")  # each machine has a drive of its own
+    assert difference(before, trains.values()) == [], "something is loaded"
+    trains.load(f"{folder}/first")
+    trains.step(1, [rank])
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+@pytest.mark.nightly
+def test_a_file_that_is_damaged_on_one_machine_is_loaded_on_none(tmp_path: Path) -> None:
+    first = Trains(0, 2)
+    first.step(0, [0, 1])
+    first.save(f"{tmp_path}/first")
+    hetmem.release(first.model)
+    data = bytearray((tmp_path / "first").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "damaged").write_bytes(data)
+    of_rank_0, of_rank_1 = ranks(2, loads_on_two_machines, str(tmp_path), machines=2)
+    assert of_rank_0.startswith("PeerError: a rank of machine machine 1 has failed in the check of hetmem.load")
+    assert of_rank_1.startswith("CheckpointError: ")
