@@ -361,6 +361,20 @@ def test_gradients_with_a_graph_are_differentiated_as_in_torch(placement: str, t
             module.zero_grad()
 
 
+def test_a_hook_of_a_weight_that_is_used_outside_of_forwards_finds_the_gradient_before(tmp_path: Path) -> None:
+    """Behind hetmem's own, which takes it away while autograd adds, it would find none."""
+    plain, managed = pair(mlp, "host", tmp_path)
+    found: list[list[torch.Tensor | None]] = [[], []]
+    for model, seen in zip((plain, managed), found, strict=True):
+        for p in model.parameters():
+            p.register_hook(lambda _, p=p, seen=seen: seen.append(None if p.grad is None else p.grad.clone()))
+        for _ in range(3):
+            sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other, "what a hook has found")
+    assert_same_grads(plain, managed, "in the end")
+
+
 def test_a_released_model_has_no_hooks_left(tmp_path: Path) -> None:
     module = mlp()
     manage(module, "host", tmp_path)
