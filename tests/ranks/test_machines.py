@@ -52,7 +52,7 @@ def step(rank: int, number: int, model: nn.Module, optimizer: hetmem.AdamW) -> N
     optimizer.zero_grad()
 
 
-def loses_a_machine(rank: int, place: str) -> str:
+def loses_a_machine(rank: int, place: str, path: str) -> str:
     model, optimizer = managed()
     step(rank, 0, model, optimizer)
     if rank == 1:
@@ -62,6 +62,8 @@ def loses_a_machine(rank: int, place: str) -> str:
             optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         else:
             os.kill(os.getpid(), signal.SIGKILL)
+    if place == "save":
+        hetmem.save(path, model, optimizer)
     try:
         step(rank, 1, model, optimizer)
     except HetmemError as error:
@@ -70,11 +72,14 @@ def loses_a_machine(rank: int, place: str) -> str:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("place", ["forward", "backward", "step"])
-def test_a_machine_that_is_lost_is_named(place: str) -> None:
-    told = ranks(2, loses_a_machine, place, machines=2, dies=(1,))[0]
+@pytest.mark.parametrize("place", ["forward", "backward", "step", "save"])
+def test_a_machine_that_is_lost_is_named(place: str, tmp_path: Path) -> None:
+    """The first machine, which writes files, needs no other for that."""
+    path = str(tmp_path / "run.safetensors")
+    told = ranks(2, loses_a_machine, place, path, machines=2, dies=(1,))[0]
     assert told.startswith("PeerError: the connection to another machine (machine 1) has ended while this rank awaited")
     assert f"rank 0: a {'step' if place == 'step' else 'backward'}" in told
+    assert Path(path).exists() == (place == "save")
 
 
 def saves(rank: int, path: str) -> dict[str, Tensor]:
