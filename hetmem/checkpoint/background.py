@@ -127,7 +127,7 @@ class SaveHandle:
                 own.push(file.pop_all())
                 for each in of:
                     each.outgoing.save = self
-                    each.marks.resume()
+                    each.marks.watch_for_save()
                 last.start()
             except BaseException as error:  # no more threads
                 self._fail(error)

@@ -20,6 +20,7 @@ from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.heap import trimmed
+from hetmem.memory.interrupts import HELD_BACK
 
 
 @overload
@@ -109,7 +110,8 @@ def _write(
     with ExitStack() as stack:
         if kept is not None:
             stack.push(kept.after)
-        fd = stack.enter_context(replacing(file, nbytes))
+        with HELD_BACK:  # no interrupt between the new file and its removal
+            fd = stack.enter_context(replacing(file, nbytes))
         later = pieces_at_home(models, stored, tensors, _counters(model), held) if models else {}
         names = {piece.stored.name for pieces in later.values() for piece in pieces}
         checks = write_tensors(fd, file, len(blank), [one for one in stored if one.name not in names], tensors)

@@ -47,6 +47,10 @@ class ParameterMarks:
         else:
             self._bindings.unwatch()
 
+    def watch_for_save(self) -> None:
+        """Watch all parameters, as a save in the background begins. What the program holds was written before."""
+        self._bindings.watch()
+
     def _find_shared(self) -> None:
         """Add the parameters whose memory a tensor of the program shares (`kept = p.data`) to `touched`, as it may read
         and write them. Functions that hand out memory are seen, or met an exposed parameter; other ways

@@ -329,3 +329,33 @@ def test_a_process_that_ends_writes_the_file_first_and_tells_an_error(forks: For
     assert "ZeroDivisionError" in ended.stderr
     assert (tmp_path / "c").read_bytes() == (tmp_path / "expected").read_bytes()
     assert f"hetmem.save('{tmp_path}/d', wait=False) has failed: [Errno 21]" in ended.stderr
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+@pytest.mark.parametrize("placement", harness.PLACEMENTS)
+def test_a_step_beside_a_save_moves_what_any_step_moves_and_waits_only_where_it_updates(
+    placement: str, overlap: Any, tmp_path: Path, writer: Writer
+) -> None:
+    """A save that is out before the first update costs no wait."""
+    run = trained(tmp_path, placement, overlap=overlap)
+    counts, waits = [], []
+    writer.may.set()
+    for number in range(4):
+        before = hetmem.report(run.module).to_dict()["links"]
+        writer.may.clear()
+        handle = run.save(tmp_path / "c", wait=False) if number > 1 else None
+        batch = harness.token_batches(6)[2]
+        run.module(*batch)  # nothing of a forward waits
+        if handle is not None:
+            assert not handle.done()
+            writer.may.set()
+            handle.wait()
+        run.step(batch)
+        run.optimizer.synchronize()
+        told = hetmem.report(run.module).to_dict()
+        links = ("host_to_device", "device_to_host")  # what is read from NVMe depends on when it is
+        counts.append([told["links"][link]["bytes"] - before[link]["bytes"] for link in links])
+        waits.append(told["between_steps"]["save_wait_seconds"])
+    assert counts[1] == counts[3]
+    assert waits == [0.0] * 4
