@@ -152,7 +152,7 @@ def at_home(
     among = {id(managed.parameter): managed for managed in used}
     for value in _written(func, args, kwargs):
         if id(value) in among:
-            raise refused_write(among[id(value)], f"{_name(func)} of it")
+            raise refused_write(among[id(value)], _name(func) if func == set_data else f"{_name(func)} of it")
     if func in _ADDRESSES:
         raise refused_write(used[0], f"{_name(func)}(), which would refer to values that nothing holds,")
     if func == torch.Tensor.detach and _saves_state():

@@ -76,6 +76,12 @@ def test_it_goes_to_host_memory_where_a_batch_needs_the_device(frozen: str, over
 
 def test_it_is_parked_saved_and_loaded_as_codes(tmp_path: Path) -> None:
     plain, model = pair("nf4", budget("codes", tmp_path))
+    optimizers = torch.optim.AdamW(trainable(plain), fused=True), hetmem.AdamW(trainable(model), overlap="backward")
+    for module, optimizer in zip((plain, model), optimizers, strict=True):
+        module(torch.arange(16).view(2, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert testing.of(model).homes("param") == {"device"}, "buffers that gradients borrow there are no homes"
     hetmem.park(model)
     assert testing.of(model).homes() == {"host"}
     harness.assert_same_weights(plain, model, "parked")

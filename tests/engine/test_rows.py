@@ -167,6 +167,8 @@ def test_a_table_is_copied_where(why: str, model: Any, tokens: torch.Tensor, tmp
         harness.assert_same(model(tokens), other(tokens), why)
     tables = 1 if why.startswith("it is") else 2
     assert crossed(other) >= 4 * tables * ROWS * WIDTH
+    moved = testing.of(other).transfers()
+    assert all(block >= 0 for link, block, _ in moved if link == "host_to_device"), "rows are of no block"
     for part in (model, other):
         assert part.embed.weight.isfinite().all()
 
