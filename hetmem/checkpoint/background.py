@@ -3,7 +3,7 @@
 Note "moment": the file is of the moment of the call. What lies in no home (buffers, step counts, `extra`, states of
 torch's optimizers), and homes whose memory the program holds (`kept = p.data`), are written before the call returns.
 Before anything else writes to another home, an update or a function of the program, it waits until the chunk is written
-(`engine.outgoing`). A write that nothing announced shows in the version of its tensor, and ends the save: see `_out`.
+(`engine.outgoing`). A write that nothing announced shows in the version of its tensor, and ends the save: see `_count`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SaveHandle:
 
     def is_out(self, chunks: Collection[Chunk]) -> bool:
         """Return whether no home of `chunks` is read any more."""
-        return self._left.keys().isdisjoint(chunks)
+        return not any(map(self._left.__contains__, chunks))  # other threads remove from it
 
     def call_when_out(self, chunks: Collection[Chunk] | None, call: Callable[[], object]) -> None:
         """Write `chunks` next, and then `call`, on any thread; None: at the end."""
