@@ -22,6 +22,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 
+from hetmem.base.units import round_up
 from hetmem.cpu import loops
 from hetmem.cpu.adamw import COPIES, GRADIENTS, TRIED_STEP, AdamWStep, scalars_of
 from hetmem.cpu.workers import Task, as_array, check_flat, cut, runs_of
@@ -40,6 +41,7 @@ def prepare_small(
     compute_copy: torch.Tensor | None = None,
     *,
     key: int,
+    own: Sequence[slice] | None = None,
 ) -> Callable[[AdamWStep], list[Task]]:
     """Return a function that makes the tasks of an update on small states for a step; call it once a step. It holds the
     memory.
@@ -48,7 +50,8 @@ def prepare_small(
     bfloat16, and both moments in 8 bits; what is not float32 is rounded stochastically: see the note. In 8 bits
     `moments` are codes and scales of the first, then of the second. code * scale is the first moment (int8), or the
     root of the second (uint8), with a float32 scale for each GROUP_ELEMENTS. All zeros is the state before the first
-    step. `compute_copy` gets the stored `param`. Equal bits on every CPU. A group of codes with an element that is not
+    step. `compute_copy` gets the stored `param`. `own`: parts of the elements to update, None = all; each begins and
+    ends with a group, at the next one. Equal bits on every CPU. A group of codes with an element that is not
     finite decodes to NaN from then on. Raises `ManageError` if Numba cannot compile the loop.
     """
     flats, numel = (param, grad, *moments, compute_copy), param.numel()
@@ -56,7 +59,11 @@ def prepare_small(
     check_flat(param, *(flat for flat, per in zip(flats, pers, strict=True) if per == 1))
     loop = _kernel(tuple([None if flat is None else flat.dtype for flat in flats]))
     arrays = [None if flat is None or not numel else as_array(flat) for flat in flats]
-    tiles = [(np.int64(tile.start), cut(arrays, tile, pers)) for tile in runs_of(numel)]
+    tiles = [(np.int64(tile.start), cut(arrays, tile, pers)) for tile in runs_of(numel) if own is None]
+    for part in own or ():
+        tile = slice(round_up(part.start, GROUP_ELEMENTS), min(numel, round_up(part.stop, GROUP_ELEMENTS)))
+        if tile.start < tile.stop:
+            tiles.append((np.int64(tile.start), cut(arrays, tile, pers)))
 
     def tasks(step: AdamWStep) -> list[Task]:
         scalars = scalars_of(step)

@@ -245,6 +245,7 @@ class AdamWRule(Rule):
                 [update.states[name] for name in _STATES if name in update.states],
                 update.copy,
                 key=(self.seed << 32) + update.number,
+                own=update.own,
             )
             for update in updates
         ]

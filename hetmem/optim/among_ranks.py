@@ -23,8 +23,6 @@ def refuse_options(optimizer: SteppingOptimizer) -> None:
     """Raise `ManageError` for an option of `optimizer` that a group of ranks does not have yet."""
     if optimizer.overlap is not Overlap.OFF:
         raise not_yet(f"overlap={optimizer.overlap.value!r}")
-    if optimizer.rule.seed is not None:
-        raise not_yet("moments= and stochastic_rounding=")
 
 
 class RankedSteps:

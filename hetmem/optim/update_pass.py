@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hetmem.base.units import round_up
 from hetmem.cpu import TILE_ELEMENTS, Task, square_sum_tasks
 from hetmem.cpu.norm import sums_nbytes
 from hetmem.cuda.kernels import RUN_ELEMENTS
@@ -269,17 +270,21 @@ class Passes:
                     made |= part.managed.parts(role, opened[role])
                     home = part.managed.chunk.homes[role]
                     if home.written or not home.untouched:
-                        for part_of_role in part.managed.parts(role, opened[role]).values():
-                            self._zero(part.managed, part_of_role)
+                        for name, state in part.managed.parts(role, opened[role]).items():
+                            self._zero(part.managed, state, role.scale_block, in_blocks=name != role.name)
                     self._states.show(part.managed, role)
         return frozenset(made)
 
-    def _zero(self, managed: ManagedParameter, state: torch.Tensor) -> None:
-        """Zero `state` of `managed`; of ranks each what it updates, as another may have updated its part by now."""
+    def _zero(self, managed: ManagedParameter, state: torch.Tensor, block: int, *, in_blocks: bool) -> None:
+        """Zero `state` of `managed`, of elements or, `in_blocks`, of a scale for each `block` of them; of ranks each
+        what it updates, as another may have updated its part by now."""
         ranks, start = self._runtime.memory.ranks, managed.offset
-        whole = [slice(None)]
-        for part in whole if ranks is None else ranks.own(managed.chunk.spec.index, start, start + managed.numel):
-            state[part].zero_()
+        if ranks is None:
+            state.zero_()
+            return
+        for part in ranks.own(managed.chunk.spec.index, start, start + managed.numel):
+            first, end = (round_up(at, block or 1) // (block if in_blocks else 1) for at in (part.start, part.stop))
+            state[first:end].zero_()
 
     def _updated(self, update: ChunkUpdate, done: bool) -> None:
         if update.corrupt:

@@ -30,7 +30,6 @@ from hetmem.memory.nvme_store import NvmeStore
 from hetmem.placing.building_memory import BuildingMemory, check_directories, host_bytes
 from hetmem.placing.frozen import Frozen, choose_codings, refuse_infinite, refuse_on_meta
 from hetmem.placing.taken import TakenOver
-from hetmem.ranks.group import not_yet
 from hetmem.schedule.formats import Coding
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, ChunkSpec, Layout, ParameterSpec, used_ends
 from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
@@ -232,8 +231,6 @@ def build_memory(
     parameters = collect(module, quantises=frozen is not None, taken=codings)
     others = {name: parameter for name, parameter in parameters.items() if name not in codings}
     codings |= choose_codings(module, others, frozen)
-    if codings and joined is not None:
-        raise not_yet("quantised weights")
     refuse_infinite(parameters, codings)
     check_directories(limits)
     capacities = Capacities(

@@ -164,13 +164,18 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
     if managed.code is not None:
         coded = managed.chunk.source(Role.PARAM)
         assert isinstance(coded, CodedHome), managed.name
-        if (weight := taken.of(managed.parameter)) is not None:
+        if memory.ranks is not None and memory.ranks.rank:
+            pass  # the codes of rank 0 count
+        elif (weight := taken.of(managed.parameter)) is not None:
             weight.fill(managed.code.bytes_in(coded.codes))
         elif _is_unfilled(data):
             managed.code.bytes_in(coded.codes).fill_(_DECODES_TO_NAN)
         else:
             values = data.clone() if source else data  # codes may overlap them
             managed.code.encode(values.reshape(-1), coded.codes, run)
+        if memory.ranks is not None and memory.ranks.machines is not None and memory.ranks.rank == 0:
+            codes = managed.code.bytes_in(coded.codes)
+            codes.copy_(memory.ranks.machines.shared(codes))
         managed.chunk.parameters.append(managed)
         reside(managed, data, memory.device.torch_device)
         return

@@ -47,7 +47,3 @@ def refuse(budget: Budget | None, options: Mapping[str, Any], *, simulated: bool
         raise not_yet("Budget(nvme=…)")
     if options["plan"] is not None:
         raise not_yet("manage(plan=…)")
-    if options["activations"] != "keep":
-        raise not_yet(f"activations={options['activations']!r}")
-    if options["frozen"] is not None:
-        raise not_yet("frozen=, quantised weights")

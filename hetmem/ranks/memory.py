@@ -142,7 +142,8 @@ class SharedPool(HostPool):
     mapping: SharedMapping
 
     def __init__(self, capacity_bytes: int, mapping: SharedMapping, words: Words, descriptor: int) -> None:
-        self._words, self._descriptor = words, descriptor
+        self._words, self._descriptor, self._count = words, descriptor, len(words.signs)
+        self._own = HostPool(capacity_bytes // self._count)
         weakref.finalize(self, os.close, descriptor)
         self._asked_bytes = 0
         super().__init__(capacity_bytes, mapping)
@@ -189,8 +190,20 @@ class SharedPool(HostPool):
         return memory
 
     def lend(self, nbytes: int, leave_bytes: int = 0, apart_bytes: int = 0) -> Loan | None:
-        """Return None: the memory of a group has homes only."""
-        return None
+        """Lend memory of this rank's own, of its part of what homes leave, as `HostPool.lend` does."""
+        return self._own.lend(nbytes, self._own.capacity_bytes - self._share_bytes(leave_bytes), apart_bytes)
+
+    def loan_room_bytes(self, leave_bytes: int) -> int:
+        """Return what this rank may be lent beside `leave_bytes` that the group reserves."""
+        return max(0, self._share_bytes(leave_bytes) - self._own.lent_bytes)
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes that `lend` has handed out to this rank."""
+        return self._own.lent_bytes
+
+    def _share_bytes(self, leave_bytes: int) -> int:
+        return max(0, self.capacity_bytes - self.reserved_bytes - leave_bytes) // self._count
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -71,6 +71,9 @@ class Program:
     optimizer: Callable[..., torch.optim.Optimizer] = _ADAMW
     ours: Callable[..., torch.optim.Optimizer] = hetmem.AdamW
     options: dict[str, Any] = field(default_factory=dict)
+    managed: dict[str, Any] = field(default_factory=dict)
+    in_one_process: bool = False
+    """Compared with hetmem in one process, not with plain torch."""
     max_grad_norm: float | None = None
     loss_scale: float = 1.0
     writes: Callable[[Writes], None] | None = None
@@ -94,20 +97,42 @@ class Program:
         with torch.no_grad():
             for p in model.parameters():
                 p += rank  # the values of rank 0 count
+        return self._trained(model, [rank])[0]
+
+    def expected(self, ranks: int) -> list[dict[str, Tensor]]:
+        return self.alone(ranks) if self.in_one_process else self.plain(ranks)
+
+    def alone(self, ranks: int) -> list[dict[str, Tensor]]:
+        """By rank, what `trained` finds: of one process that runs the batches of two or four ranks in turn."""
+        model = self.made()
+        for p in model.parameters():
+            if p.requires_grad:
+                p.register_hook(lambda gradient: gradient / ranks)
+        return self._trained(model, [*range(ranks)])
+
+    def _trained(self, model: GPT, runs: list[int]) -> list[dict[str, Tensor]]:
+        """What each of `runs`, ranks that this process runs, finds."""
         budget = hetmem.Budget(device="16MiB", host="64MiB", device_chunks=self.device_chunks)
-        hetmem.manage(model, budget, device="sim", chunk_bytes=self.chunk_bytes, mixed_precision=self.mixed)
+        hetmem.manage(
+            model, budget, device="sim", chunk_bytes=self.chunk_bytes, mixed_precision=self.mixed, **self.managed
+        )
         clip: dict[str, Any] = {} if self.max_grad_norm is None else {"max_grad_norm": self.max_grad_norm}
         scale = {} if self.loss_scale == 1 else {"loss_scale": self.loss_scale}
         optimizer: Any = self.ours(model.parameters(), lr=1e-2, **self.options, **clip, **scale)
         found: dict[str, Tensor] = {}
+        of_ranks: list[dict[str, Tensor]] = [{} for _ in runs]
         for step in range(self.steps):
             optimizer.zero_grad(set_to_none=self.writes is None)
-            losses = []
+            rank, losses = runs[0], []
             self.write("a forward follows", step, model, optimizer)
             for micro in range(self.backwards(step, rank)):
                 loss = loss_of(model, self.batch(step, rank, micro))
                 (optimizer.scale(loss) if scale else loss).backward()
                 losses.append(loss.item())
+                for each, of_rank in zip(runs[1:], of_ranks[1:], strict=True):
+                    loss = loss_of(model, self.batch(step, each, micro))
+                    loss.backward()
+                    of_rank[f"losses {step}"] = torch.tensor([loss.item()])
                 self.write("a backward has ended", step, model, optimizer)
             if self.uneven and rank % 2:
                 with torch.no_grad():
@@ -122,7 +147,7 @@ class Program:
             if name.endswith(".grad"):
                 found[name] /= self.loss_scale
         hetmem.release(model)
-        return found
+        return [found | of_rank for of_rank in of_ranks]
 
     def write(self, place: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.writes is not None:
@@ -240,6 +265,17 @@ PROGRAMS = {
     "writes": Program(micro=2, writes=writes_everywhere),
     "writes beside 16-bit copies": Program(micro=2, writes=writes_everywhere, mixed=torch.bfloat16),
     "an optimizer of torch": Program(ours=_ADAMW),
+    "codes, 8 bits, activations leave": Program(
+        managed={"frozen": "nf4", "activations": "offload"},
+        mixed=torch.bfloat16,
+        options={"moments": "8bit"},
+        words=9000,
+        chunk_bytes="4MiB",
+        device_chunks="12MiB",
+        in_one_process=True,
+    ),
+    "16-bit moments": Program(options={"moments": torch.bfloat16}, mixed=torch.bfloat16, in_one_process=True),
+    "activations leave": Program(managed={"activations": "offload"}, mixed=torch.bfloat16),
     "copies are evicted": Program(chunk_bytes="64KiB", device_chunks="384KiB", steps=2),
     "bfloat16": Program(mixed=torch.bfloat16),
     "checkpointed, chunks of several tiles": Program(
