@@ -150,6 +150,11 @@ def missing_of_launcher() -> list[str]:
     return [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
 
 
+def restarts() -> str:
+    """Return how often a launcher such as torchrun has started all processes again, by TORCHELASTIC_RESTART_COUNT."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def set_launcher(rank: int, count: int) -> None:
     """Set the variables that torchrun sets for each process, in one that is started as `rank` of `count` here."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}

@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
-from hetmem.base.config import missing_of_launcher, rank_timeout_seconds, world_size
+from hetmem.base.config import missing_of_launcher, rank_timeout_seconds, restarts, world_size
 from hetmem.base.units import round_up
 from hetmem.errors import ManageError, PeerError
 from hetmem.ranks.group import Ranks
@@ -211,5 +213,15 @@ def _found(group: Any) -> Any:
                 f"WORLD_SIZE is {world_size()}, and {', '.join(missing)} not set, so the ranks cannot find each other: "
                 f"start them by torchrun, or give each a model of its own by group=False"
             )
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        _make_group()
     return dist.group.WORLD
+
+
+def _make_group() -> None:
+    """Make the process group of torchrun's variables. Its processes find each other in a store that, with torchrun's
+    `--standalone`, outlives them: after a restart the addresses of those before are still in it, and gloo waits for
+    these (torch 2.13). So each start has names of its own there."""
+    store, rank, count = next(rendezvous("env://"))
+    backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    own = PrefixStore(f"hetmem/{restarts()}", store)
+    dist.init_process_group(backends, store=own, rank=rank, world_size=count)
