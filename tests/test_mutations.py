@@ -22,6 +22,7 @@ SMALL = "tests/optim/test_small_states.py::"
 EXCHANGED = "tests/engine/test_exchanged_tensors.py::test_weights_that_are_exchanged_for_good_are_trained"
 UNSEEN = "tests/engine/test_unseen_writes.py::"
 SHARE = "tests/engine/test_share.py::"
+TURNS = "tests/accumulation/test_accumulate.py::"
 
 
 MUTATIONS = {
@@ -56,6 +57,36 @@ MUTATIONS = {
         "parameter.data_ptr() == managed.home_address",
         EXCHANGED + "[by_a_state_dict-off-bf16-host]",
         costly=True,
+    ),
+    "pass no border on in the backwards of micro-batches": Mutation(
+        "accumulation/order.py",
+        "            for _ in range(times):\n                self._baton.pass_on(number)\n",
+        "            pass\n",
+        TURNS + "test_layers_are_passed_by_all_micro_batches_in_order_forth_and_back",
+    ),
+    "run micro-batches in the order m … 1": Mutation(
+        "accumulation/call.py",
+        "self._baton.run(range(len(self._batches)))",
+        "self._baton.run(range(len(self._batches))[::-1])",
+        TURNS + "test_layers_are_passed_by_all_micro_batches_in_order_forth_and_back",
+    ),
+    "send a sum of gradients before the last micro-batch": Mutation(
+        "engine/summed_gradients.py",
+        "_Sum(managed.grad_home, arrived, self._expected[managed] - 1)",
+        "_Sum(managed.grad_home, arrived, self._expected[managed] - 2)",
+        "tests/accumulation/test_sums.py::test_gradients_cross_the_link_once_for_eight_micro_batches[all copies-fp32]",
+    ),
+    "leave the autocast of the caller out of the threads of micro-batches": Mutation(
+        "accumulation/surroundings.py",
+        "            torch.set_autocast_enabled(kind, enabled)\n",
+        "",
+        TURNS + "test_autocast_of_the_caller_or_of_each_forward_changes_no_bit[plain-around]",
+    ),
+    "swallow the error of a micro-batch": Mutation(
+        "accumulation/call.py",
+        "self._errors.append(error)",
+        "pass",
+        TURNS + "test_an_error_of_one_ends_all_is_raised_once_and_the_next_call_is_right[forward-0-FaultError--plain]",
     ),
     "drop a dirty copy": Mutation(
         "schedule/residency.py",

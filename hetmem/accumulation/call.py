@@ -57,8 +57,8 @@ def accumulate(
     backward that raises, as after one in torch, some have. Raises `ManageError`, with nothing computed, within itself,
     within a backward or without gradients.
     """
+    _refuse(model, batches, forward, loss)
     batches = [*batches]
-    _refuse(model, forward, loss)
     parts = parts_of(model)
     parameters = [each for part in parts if part._parameters for each in part._parameters.values() if each is not None]
     refuse_of_ranks(parameters, "hetmem.accumulate")
@@ -79,10 +79,12 @@ def accumulate(
         states.restore()
 
 
-def _refuse(model: nn.Module, forward: Forward | None, loss: object) -> None:
+def _refuse(model: nn.Module, batches: object, forward: Forward | None, loss: object) -> None:
     """Raise `ManageError` for calls that cannot be served."""
     if not isinstance(model, nn.Module):
         raise ManageError(f"hetmem.accumulate expects a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+        raise ManageError(f"hetmem.accumulate expects a list of batches, got {type(batches).__name__}")
     if forward is not None and loss is not None:
         raise ManageError("hetmem.accumulate takes forward=, which returns the loss, or loss=, not both")
     if is_sharing_a_turn():

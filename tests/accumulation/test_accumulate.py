@@ -350,6 +350,9 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         hetmem.accumulate(ours, several)
     with pytest.raises(ManageError, match="not both"):
         hetmem.accumulate(ours, several, lambda model, batch: model(batch), loss=torch.sum)
+    for wrong in ({"tokens": several[0]}, None):
+        with pytest.raises(ManageError, match="a list of batches"):
+            hetmem.accumulate(ours, wrong)
     with pytest.raises(ManageError, match="modules of the model"):
         hetmem.accumulate(ours, several, borders=[nn.Linear(2, 2)])
     for module in (plain, ours):
