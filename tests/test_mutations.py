@@ -181,8 +181,8 @@ MUTATIONS = {
     ),
     "update before the gradients have arrived": Mutation(
         "optim/update_queue.py",
-        "not on_their_way or on_their_way.keys().isdisjoint(update.chunks)",
-        "True",
+        "on_their_way and not on_their_way.keys().isdisjoint(update.chunks)",
+        "False",
         "tests/optim/test_overlap.py::test_gradients_that_arrive_behind_the_backward_are_waited_for",
     ),
     "count a step that failed": Mutation(
@@ -337,7 +337,7 @@ MUTATIONS = {
     ),
     "move a home without what lies there": Mutation(
         "placing/rehome.py",
-        "self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))",
+        "self._runtime.traffic.engine.copy_now(link, work, nbytes)",
         "pass",
         SHARE + "test_the_bits_are_those_of_plain_torch[off-bfloat16-host]",
     ),
