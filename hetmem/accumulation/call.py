@@ -209,7 +209,7 @@ class _MicroBatches:
             graphs = [self._graphs.pop(number) for number in range(len(self._batches))]
             BackwardOrder(graphs, self._borders, self._baton)
             self._together.expect(
-                Counter(chain.from_iterable(graph.last for graph in graphs)), sum(graph.hides for graph in graphs)
+                Counter(chain.from_iterable(graph.last for graph in graphs)), sum(bool(graph.hides) for graph in graphs)
             )
             graphs.clear()
             with self._together.backwards():

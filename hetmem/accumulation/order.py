@@ -38,8 +38,8 @@ class Graph:
     last: dict[int, tuple[int, int, Any]] = field(default_factory=dict)
     """By `id` of each tensor whose gradient is accumulated, the number, the stretch and the node that runs last before
     that."""
-    hides: bool = False
-    """Whether gradients are accumulated within nodes, where they cannot be seen."""
+    hides: tuple[int, ...] = ()
+    """The stretches of the nodes within which gradients are accumulated, where they cannot be seen."""
     stretches: int = 0
 
     @classmethod
@@ -58,7 +58,9 @@ class Graph:
                     met[following] = None
                     nodes += (following,)
         numbers = [*map(_NUMBER, nodes)]
-        graph.hides = any(kind.__name__ == _HIDES for kind in set(map(type, nodes)))
+        if any(kind.__name__ == _HIDES for kind in set(map(type, nodes))):
+            hiding = [number for node, number in zip(nodes, numbers, strict=True) if type(node).__name__ == _HIDES]
+            graph.hides = (*sorted(map(bisect_right, repeat(starts), hiding)),)
         last: dict[int, int] = {}
         for key, (at, _) in zip(map(id, parameters_of([node for _, node in ends])), ends, strict=True):
             if key not in last or numbers[at] < numbers[last[key]]:
@@ -85,7 +87,8 @@ class BackwardOrder:
         """By `id` of a tensor, the micro-batches whose gradients of it have not arrived, if these might not come in
         order."""
         differ = any(each != passed[0] for each in passed)
-        if any(graph.hides for graph in graphs) and (differ or borders.share_parameters):
+        hiding = {graph.hides for graph in graphs}  # in a checkpoint of one, and in the graph of another one
+        if any(hiding) and (differ or len(hiding) > 1 or borders.share_parameters):
             return  # each backward runs as a whole: in the order of the loop
         for number, graph in enumerate(graphs):
             self._pass_on_in(number, graph)
