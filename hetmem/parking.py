@@ -134,9 +134,10 @@ def _prepare(module: torch.nn.Module) -> None:
     memory = interception.runtime.memory
     registry.refuse_of_ranks(module.parameters(), "hetmem.park")
     with interception.runtime.turn.held("hetmem.park"):
+        if interception in _LEFT:
+            raise ManageError(f"{type(module).__name__} is parked already")
         chunks = [chunk for chunk in interception.runtime.chunks if chunk.moved]
-        memory.borrow_way_back(chunks)
-        memory.lent.touch()
+        memory.lent.touch(memory.borrow_way_back(chunks))
         for chunk in chunks:
             memory.end_way_back(chunk)
 

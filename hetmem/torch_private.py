@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -68,7 +67,6 @@ NoDispatch = _C._DisableTorchDispatch  # and no modes of operators
 function_modes_around = _C._len_torch_function_stack  # how many modes of the user's are in force
 dispatch_modes_around = _C._len_torch_dispatch_stack
 function_mode_stack = _get_current_function_mode_stack
-DefaultDevice: type = DeviceContext  # the mode of `torch.set_default_device`
 push_mode, pop_mode = _push_mode, _pop_mode  # a mode that begins in one hook and ends in another
 dispatch_mode_stack = _get_current_dispatch_mode_stack
 push_dispatch_mode, pop_dispatch_mode = (
@@ -123,6 +121,12 @@ foreach_copy = torch._foreach_copy_  # remakes all copies of a model that is who
 foreach_zero, foreach_neg = torch._foreach_zero_, torch._foreach_neg_  # and all its gradients, which begin as -0.0
 group_by_device_and_dtype = _C._group_tensors_by_device_and_dtype  # as torch's AdamW does before its kernel
 fused_adamw = torch._fused_adamw_  # the kernel behind AdamW(fused=True), whose bits hetmem promises
+
+
+def is_default_device(mode: object) -> bool:
+    """Return whether `mode` is that of `torch.set_default_device`, whose module torch imports as it is first called."""
+    module = sys.modules.get("torch.utils._device")
+    return module is not None and isinstance(mode, module.DeviceContext)
 
 
 def backward_of_inputs_alone() -> Any:

@@ -50,9 +50,9 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "Rows of a frozen embedding, and": Mutation(
         "engine/rows.py",
-        " and part.max_norm is None",
-        "",
-        "tests/engine/test_rows.py::test_a_table_is_copied_where[its norm is changed-model1-tokens1]",
+        "known and max_norm is None and",
+        "known and",
+        "tests/engine/test_rows.py::test_a_call_may_ask_for_another_norm[False]",
     ),
     "A model that bitsandbytes has quantised": Mutation(
         "placing/taken.py",
@@ -65,6 +65,18 @@ PROMISES: dict[str, Mutation | str] = {
         "[parameter] >= self.backward for rank in self._all[: self._rank])",
         "[parameter] >= self.backward for rank in self._all[:0])",
         "tests/ranks/test_turns.py::test_every_order_of_events_ends_with_sums_in_the_order_of_ranks[3]",
+    ),
+    "write the file of one process, and load": Mutation(
+        "checkpoint/sharing.py",
+        "slice(self._ranks.rank, None, self._ranks.count)",
+        "slice(0, None, self._ranks.count)",
+        "tests/ranks/test_files.py::test_a_group_of_any_size_goes_on_from_the_file_of_one_process[2]",
+    ),
+    "The planned peak of host memory of several ranks": Mutation(
+        "planner/ranked.py",
+        "tier: rank.peak_bytes[tier] for",
+        "tier: ranks * rank.peak_bytes[tier] for",
+        "tests/ranks/test_plan.py::test_peaks_are_those_of_a_run",
     ),
     "how long copies take change no bit": "compute before a copy has arrived",
     "A save in the background has the bytes": Mutation(

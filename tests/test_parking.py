@@ -187,8 +187,27 @@ def test_memory_that_parking_takes_may_be_touched_before(tmp_path: Path) -> None
     assert testing.of(model).memory().host_free_bytes == free
     step(model, optimizer, 1)
     with hetmem.parked(model):
-        pass
+        values = state(model, optimizer)
+        with pytest.raises(ManageError, match="is parked already"):
+            hetmem.park(model, prepare=True)
+        assert all(map(torch.equal, values, state(model, optimizer)))
     step(model, optimizer, 2)
+
+
+def test_memory_is_prepared_beside_gradients_that_wait_for_their_step(tmp_path: Path) -> None:
+    found = []
+    for prepares in (False, True):
+        model = managed("some stay", tmp_path, mixed_precision=torch.bfloat16)
+        optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, overlap="backward", max_grad_norm=1.0)
+        for number in range(3):
+            batch = torch.randn(8, 160, generator=torch.Generator().manual_seed(number))
+            model(batch).float().square().mean().backward()
+            if prepares:
+                hetmem.park(model, prepare=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(state(model, optimizer))
+    assert all(map(torch.equal, *found))
 
 
 def test_hundreds_of_cycles_beside_another_owner_of_the_device_change_no_bit(tmp_path: Path, all_cases: bool) -> None:

@@ -50,7 +50,7 @@ class SaveHandle:
         self, path: str, fd: int, data_start: int, nbytes: int, pieces: Mapping[Chunk, list[PieceAtHome]]
     ) -> None:
         self._path, self._fd, self._data_start = path, fd, data_start
-        self._process, self._lock, self._ended = os.getpid(), threading.Lock(), threading.Event()
+        self.process, self._lock, self._ended = os.getpid(), threading.Lock(), threading.Event()
         self._pieces = dict(pieces)
         self._queues = {chunk: deque(_blocks_of(of)) for chunk, of in pieces.items()}
         self._left = {chunk: len(queue) for chunk, queue in self._queues.items()}
@@ -82,7 +82,7 @@ class SaveHandle:
             raise self._error
 
     def _refuse_a_fork(self) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             raise ManageError("this process was made by fork(), and the save runs in its parent: ask there")
 
     # ---- for those who are about to write: see `ChunkWriter` -------------------------------------------------------

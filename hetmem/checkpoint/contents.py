@@ -193,10 +193,14 @@ def end_saves(model: Any) -> list[Interception]:
     return [*managed]
 
 
-def of_model(model: torch.nn.Module) -> ModelState:
-    """Return the state of `model`. Raises `CheckpointError` within its forward or backward, and for reserved names."""
+def refuse_other_than_modules(model: Any) -> None:
+    """Raise `CheckpointError` unless `model` is a module, as where it was given in the place of the path."""
     if not isinstance(model, torch.nn.Module):
         raise CheckpointError(f"expected (path, model, …) with a torch.nn.Module as model, got {type(model).__name__}")
+
+
+def of_model(model: torch.nn.Module) -> ModelState:
+    """Return the state of `model`. Raises `CheckpointError` within its forward or backward, and for reserved names."""
     _refuse_running(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
     first: dict[int, str] = {}

@@ -21,7 +21,8 @@ class Kept:
     def __init__(self, pattern: str, extra: Any, most: int) -> None:
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise CheckpointError(f"keep must be a whole number above zero, got {most!r}")
-        self._directory, name = os.path.split(pattern)
+        directory, name = os.path.split(pattern)
+        self._directory = os.path.abspath(directory)  # a save in the background deletes later, perhaps elsewhere
         self._most, self._known = most, ""
         made, fields = "", 0
         try:
@@ -33,13 +34,15 @@ class Kept:
             if field is None:
                 continue
             value = extra.get(field) if isinstance(extra, Mapping) else None
+            if isinstance(value, int) and not re.fullmatch(r"0?\d*d?", spec or ""):
+                raise CheckpointError(f"{pattern!r} writes {field} as {spec!r}, by which older files cannot be found")
             if isinstance(value, bool) or not isinstance(value, (int, str)) or conversion or not field.isidentifier():
                 raise CheckpointError(
                     f"{pattern!r} has the field {{{field}}}, for which extra must have a number or a text, as in "
                     f"extra={{'step': 100}} for {{step}}; got {value!r}"
                 )
             made, fields = made + format(value, spec or ""), fields + 1
-            self._known += r"-?\d+" if isinstance(value, int) else r"[^/]+"
+            self._known += r" *-?\d+" if isinstance(value, int) else re.escape(format(value, spec or ""))
         if not fields or "/" in made:
             raise CheckpointError(
                 f"keep={most} needs a file name with a field of extra in it, as in 'run-{{step}}.safetensors', got "
@@ -48,17 +51,19 @@ class Kept:
         self.path = os.path.join(self._directory, made)
 
     def after(self, kind: object, error: BaseException | None, at: object) -> None:
-        """End a context in which `path` is written: `delete_older`, if there was no `error`."""
+        """End a context in which `path` is written: `delete_older`, if there was no `error`. Files that cannot be
+        deleted stay: the new one is complete."""
         if error is None:
-            self.delete_older()
+            with suppress(StoreError):
+                self.delete_older()
 
     def delete_older(self) -> None:
         """Delete all but the newest files of the pattern that are checkpoints of hetmem's, and what killed saves have
-        left beside them. `path` is complete, and counts as the newest."""
+        left beside them: those of other numbers and the same texts. `path` is complete, and counts as the newest."""
         remove_unfinished(self._directory)
         known = re.compile(self._known)
-        own = os.path.basename(self.path)
-        names = [name for name in _by_age(self._directory) if known.fullmatch(name) and name != own]
+        names = [name for name in _by_age(self._directory) if known.fullmatch(name)]
+        names = [name for name in names if not os.path.samefile(os.path.join(self._directory, name), self.path)]
         for name in [each for each in names if _is_checkpoint(os.path.join(self._directory, each))][self._most - 1 :]:
             with suppress(OSError):
                 os.unlink(os.path.join(self._directory, name))

@@ -36,6 +36,7 @@ from hetmem.checkpoint.contents import (
     parameters_of,
     refuse_half_stepped,
     refuse_option,
+    refuse_other_than_modules,
     refuse_state,
     strides_of,
 )
@@ -79,6 +80,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     `model`. A group of ranks loads together; an error on one of them is a `PeerError` on the others, with nothing
     changed on any.
     """
+    refuse_other_than_modules(model)
     with trimmed(), all_of(model, "loading a checkpoint"), ExitStack() as open_files:
         end_saves(model)
         sharing = Sharing(model)

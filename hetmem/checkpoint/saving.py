@@ -11,7 +11,15 @@ from typing import Any, Literal, overload
 import torch
 
 from hetmem.checkpoint.background import SaveHandle, held_chunks, pieces_at_home
-from hetmem.checkpoint.contents import Encoder, all_of, encode_optimizer, end_saves, of_model, refuse_half_stepped
+from hetmem.checkpoint.contents import (
+    Encoder,
+    all_of,
+    encode_optimizer,
+    end_saves,
+    of_model,
+    refuse_half_stepped,
+    refuse_other_than_modules,
+)
 from hetmem.checkpoint.disk import replacing, write_at, write_tensors
 from hetmem.checkpoint.kept import Kept
 from hetmem.checkpoint.layout import EXTRA, arrange, data_nbytes, header
@@ -82,6 +90,7 @@ def save(
     Gradients are not saved. Of a group of ranks, rank 0 writes the file, alone, or while the others, which call this
     too, wait for it: `PeerError` if it fails.
     """
+    refuse_other_than_modules(model)
     kept = None if keep is None else Kept(os.fspath(path), extra, keep)
     file = os.fspath(path) if kept is None else kept.path
     with trimmed(), all_of(model, "a checkpoint"):

@@ -26,6 +26,7 @@ from hetmem.checkpoint.contents import (
     of_model,
     other_model,
     refuse_half_stepped,
+    refuse_other_than_modules,
 )
 from hetmem.checkpoint.disk import OpenFile, Source, read_names, read_tensors
 from hetmem.checkpoint.layout import Stored
@@ -71,6 +72,7 @@ def load_weights(
     Everything but the values themselves is compared first, and such errors change nothing; a disk that fails later,
     or an interrupt, leaves the model partly loaded, and the message says so. A file cannot run code.
     """
+    refuse_other_than_modules(model)
     with all_of(model, "loading weights"), ExitStack() as stack:
         end_saves(model)
         sharing = Sharing(model)

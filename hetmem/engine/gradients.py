@@ -231,6 +231,7 @@ class GradientSink:
 
     def send_home(self, managed: ManagedParameter) -> None:
         """Make `managed` its home, and an ordinary parameter, for hooks of the program that run now."""
+        self.runtime.outgoing.wait_for((managed.chunk,))
         if self.runtime.bindings.send_home(managed):
             self.sent_home.append(managed)
 

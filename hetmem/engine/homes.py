@@ -264,9 +264,9 @@ class Memory:
             home.away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
         return True
 
-    def borrow_way_back(self, chunks: Iterable[Chunk]) -> None:
+    def borrow_way_back(self, chunks: Iterable[Chunk]) -> list[Home]:
         """Borrow host memory, or memory of the drive where that has no room, for each home of `chunks` that has none
-        reserved there. Raises `BudgetError`, with nothing borrowed, if neither has room."""
+        reserved there, and return what was borrowed. Raises `BudgetError`, with nothing borrowed, if none has room."""
         found, store = dict[Home, Home](), self.store
         for chunk in chunks:
             for role, home in chunk.homes.items():
@@ -291,6 +291,7 @@ class Memory:
                 found[home] = away
         for home, away in found.items():
             home.away = away
+        return [*found.values()]
 
     def _drive(self) -> NvmeStore | None:
         """Return the store, or one for parked homes alone; None without a budget of NVMe."""

@@ -6,6 +6,8 @@ It knows bytes, and which homes lie in them; whose homes they are is `engine.hom
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from hetmem.memory.chunk import Home, RawMemory, elements
@@ -101,10 +103,11 @@ class LentMemory:
         self._on_drive[home] = loan
         return home
 
-    def touch(self) -> None:
-        """Have all host memory that was lent be there, as its first use would."""
-        for home in self._loans:
-            elements(home.memory, torch.uint8, home.memory.nbytes)[::PAGE_BYTES].zero_()
+    def touch(self, lent: Iterable[Home]) -> None:
+        """Have the host memory of `lent`, in which nothing lies yet, be there, as its first use would."""
+        for home in lent:
+            if home.tier is Tier.HOST:
+                elements(home.memory, torch.uint8, home.memory.nbytes)[::PAGE_BYTES].zero_()
 
     @property
     def activation_bytes(self) -> int:

@@ -5,12 +5,15 @@ all, in the order of machines. What was there before a backward is in the sum of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.ranks.group import Ranks
-from hetmem.ranks.machines import Machines
+
+if TYPE_CHECKING:
+    from hetmem.ranks.machines import Machines  # imports torch.distributed, which one process does without
 
 _MADE, _THERE = 1, 2
 """Whether a machine has made a gradient of a parameter in this backward, and had one before it."""

@@ -5,12 +5,14 @@ A write to a home waits for its chunk here. The file and its threads are the che
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from hetmem.engine.events import EventLog
+from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.interrupts import HELD_BACK
 
@@ -19,6 +21,9 @@ _POLL_SECONDS = 0.05
 
 class ChunkWriter(Protocol):
     """A save in the background."""
+
+    process: int
+    """The process whose threads write it."""
 
     def is_out(self, chunks: Collection[Chunk]) -> bool:
         """Return whether it reads homes of none of `chunks` any more."""
@@ -89,6 +94,10 @@ class Outgoing:
 
 
 def _wait(save: ChunkWriter, chunks: Collection[Chunk] | None) -> None:
+    if os.getpid() != save.process:
+        raise ManageError(
+            "a save in the background is the parent's of this forked process: wait for it before the fork"
+        )
     out = threading.Event()
     save.call_when_out(chunks, out.set)
     while not out.wait(_POLL_SECONDS):

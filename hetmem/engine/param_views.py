@@ -297,7 +297,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
 def is_in_place(func: Any) -> bool:
     """Return whether `func` is in place, by its name; some of these (the `_foreach_` ones) count no versions."""
     name: str = getattr(func, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
 
 
 _FACTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)

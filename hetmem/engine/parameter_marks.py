@@ -106,7 +106,7 @@ class ParameterMarks:
 
     def mark_again(self, used: Iterable[ManagedParameter]) -> None:
         """Watch `used` again, which were not while the program read them."""
-        if self._watches:
+        if self._watches or self._outgoing.save is not None:
             self._bindings.watch_again(used)
 
 

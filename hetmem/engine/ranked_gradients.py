@@ -23,7 +23,7 @@ from hetmem.engine.sink import Sink
 from hetmem.engine.working_gradients import has_hooks_of_the_user
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.ranks.group import Ranks, not_yet
-from hetmem.ranks.machines import Doing
+from hetmem.ranks.words import Doing
 from hetmem.schedule.turns import RankTurns
 
 _GRADIENT = attrgetter("parameter.grad")

@@ -8,7 +8,7 @@ other operator needs it whole. Rows of a quantised one are decoded, if each has 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,14 +57,19 @@ class EmbeddingRows:
     def reads(self, module: torch.nn.Module) -> bool:
         """Return whether `module`, of class `Embedding`, needs no copy of its table."""
         table = self.tables.get(id(module._parameters.get("weight")))
-        return table is not None and self._may_read(table)
+        return table is not None and module.max_norm is None and self._may_read(table)
 
     def _may_read(self, table: ManagedParameter) -> bool:
         return not self._runtime.memory.resident and asks_for_nothing(table.parameter)
 
-    def read(self, used: list[ManagedParameter], indices: Any) -> torch.Tensor | None:
-        """Return the rows `indices` of the table that is the only one of `used`; None where its copy has to be used."""
-        table = used[0]
+    def read(
+        self, used: list[ManagedParameter], args: Sequence[Any], options: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """Return the rows that `torch.nn.functional.embedding` is asked for by `args` and `options`, of the table that
+        is alone in `used`; None where its copy has to be used."""
+        table, indices = used[0], args[0]
+        if not _asks_for_rows(table, args, options):
+            return None
         if len(used) > 1 or self.tables.get(id(table.parameter)) is not table or type(indices) is not torch.Tensor:
             return None
         if indices.numel() > table.shape[0] * ROWS_SHARE or torch_private.is_of_a_transform(indices):
@@ -83,6 +88,14 @@ class EmbeddingRows:
             else:
                 self._runtime.traffic.engine.within_compute(Link.HOST_TO_DEVICE, work, nbytes)
         return result
+
+
+def _asks_for_rows(table: ManagedParameter, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Return whether a call of `torch.nn.functional.embedding` only reads rows, and has no error that torch raises."""
+    padding = args[2] if len(args) > 2 else options.get("padding_idx")
+    max_norm = args[3] if len(args) > 3 else options.get("max_norm")
+    known = getattr(args[0], "dtype", None) in (torch.int32, torch.int64)
+    return known and max_norm is None and (padding is None or -table.shape[0] <= padding < table.shape[0])
 
 
 def _at_home(table: ManagedParameter) -> tuple[torch.Tensor | CodedTable, int]:

@@ -219,7 +219,7 @@ class Faults:
         interception = self._interception()
         if func == set_data and (used[0].parameter is args[0] or id(args[0]) in kept):
             return self._set_data(used[0], args[1])
-        if func is torch.nn.functional.embedding and (rows := self._rows.read(used, args[0])) is not None:
+        if func is torch.nn.functional.embedding and (rows := self._rows.read(used, args, kwargs)) is not None:
             return rows
         if self._gradients.within_step or in_backward():
             self._gradients.notify_use(used)
@@ -227,6 +227,8 @@ class Faults:
             self._saved.enter_node()
         takes_data = func == get_data
         written = used if is_in_place(func) and self._are_among(used, kept, _writes_to(func, args, kwargs)) else ()
+        if (takes_data or written) and self._runtime.outgoing.save is not None:
+            self._runtime.outgoing.wait_for([managed.chunk for managed in used])
         if interception.note_unbound_use(hands_out=takes_data):
             interception.working.arrive(used, _name(func))
             if takes_data or written:
@@ -349,6 +351,7 @@ class Faults:
             if self._bindings.away:
                 refuse_exchange()
             self._wait_for([managed])
+            self._runtime.outgoing.wait_for((managed.chunk,))
             self._bindings.send_home(managed)
             self._bindings.exposed.add(managed)
             self._runtime.writes.touched.add(managed)

@@ -63,11 +63,12 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def signature(
-    module: torch.nn.Module, leaves: list[Any], names: tuple[str, ...], *, held: bool = False
+    module: torch.nn.Module, leaves: list[Any], names: tuple[str, ...], *, trains: bool, held: bool = False
 ) -> tuple[tuple[Hashable, ...], int, int]:
     """Return the key of a forward, the bytes of its inputs and its tokens. Forwards with one key (module, mode, kinds
     of inputs, not their shapes) use weights in the same order; tokens are the elements of the largest integer input.
-    `leaves` are the inputs, `names` the keyword ones. `held`: the bytes include tensors within objects."""
+    `leaves` are the inputs, `names` the keyword ones. `trains`: whether it makes a graph. `held`: the bytes include
+    tensors within objects."""
     kinds: list[Any] = []
     nbytes = tokens = 0
     for leaf in leaves:
@@ -81,7 +82,7 @@ def signature(
             kinds.append(type(leaf))
             if held:
                 nbytes += sum([each.numel() * each.itemsize for each in tensors_within(leaf)])
-    key = ("forward", id(module), module.training, torch.is_grad_enabled(), names, tuple(kinds))
+    key = ("forward", id(module), module.training, trains, names, tuple(kinds))
     return key, nbytes, tokens
 
 
@@ -234,6 +235,7 @@ class StepSegments:
         if torch.fx.Proxy in map(type, leaves):
             raise ManageError(NOT_TRACED)
         runtime = self._runtime
+        trains = torch.is_grad_enabled()  # which `unwatched` changes within `inference_mode`
         goes_on = self.joined is not None and self.joined.began
         seen = goes_on or runtime.marks.pause()
         with runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
@@ -241,8 +243,8 @@ class StepSegments:
                 runtime.traffic.wait_for_updates()
             if not goes_on:
                 runtime.writes.notice_all(seen=seen)
-            key, size, tokens = signature(module, leaves, names, held=runtime.memory.device.watched)
-            runtime.events.begin_forward(tokens, trains=torch.is_grad_enabled())
+            key, size, tokens = signature(module, leaves, names, trains=trains, held=runtime.memory.device.watched)
+            runtime.events.begin_forward(tokens, trains=trains)
             if runtime.memory.ranks is not None:
                 runtime.memory.ranks.figures.first_batch(leaf for leaf in leaves if type(leaf) is torch.Tensor)
         return key, size

@@ -246,7 +246,7 @@ def places_alone() -> bool:
     """Return whether the one mode that is active is torch's default device, which sees nothing but factories."""
     if _dispatch_modes() or _inference() or _transform() is not None or _function_modes() != 1:
         return False
-    return isinstance(torch_private.function_mode_stack()[0], torch_private.DefaultDevice)
+    return torch_private.is_default_device(torch_private.function_mode_stack()[0])
 
 
 def _modes_are_around() -> bool:

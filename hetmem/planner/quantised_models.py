@@ -25,6 +25,8 @@ _STATES = ("quant_state", "state")
 def with_codings(build_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Return what builds the model of `build_model` or, of one that a library has quantised, a copy on `meta` that
     computes as a managed one. It raises `PlanError` for weights that `manage` refuses."""
+    if isinstance(build_model, nn.Module) or not callable(build_model):
+        return build_model  # which is refused with the reason
 
     def build() -> nn.Module:
         model = build_model()

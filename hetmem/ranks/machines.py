@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from hetmem.errors import PeerError
 from hetmem.ranks.waits import Waits
+from hetmem.ranks.words import Doing
 
 PIECE_ELEMENTS = 1 << 20
 """So many elements cross at once."""
@@ -24,13 +24,6 @@ _GATHERED = 4
 """Up to so many machines get the parts of all others; more add one share each, and then get the sums."""
 
 _HAS_FAILED = -1
-
-
-class Doing(IntEnum):
-    """What a rank has come to, as it meets its counterparts."""
-
-    BACKWARD = 1
-    STEP = 2
 
 
 class Machines:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,13 @@ def fence() -> None:
     """Order what this thread has written, or read, before what comes next, also where the processor would not."""
     with _FENCE:
         pass
+
+
+class Doing(IntEnum):
+    """What a rank has come to, as it meets its counterparts on other machines."""
+
+    BACKWARD = 1
+    STEP = 2
 
 
 class Words:

@@ -109,6 +109,35 @@ def write_unseen(run: Run) -> None:
     run.module.head.weight.data.mul_(2)
 
 
+def write_behind_a_read(run: Run) -> None:
+    run.module.head.weight.norm()
+    write_unseen(run)
+
+
+def write_an_element(run: Run) -> None:
+    with torch.no_grad():
+        run.module.head.weight[0] = 5
+
+
+def write_in_a_backward(run: Run) -> None:
+    handle = run.module.head.weight.register_post_accumulate_grad_hook(lambda _: write_unseen(run))
+    run.step(harness.token_batches(6)[2])
+    handle.remove()
+
+
+def write_in_a_forward(run: Run) -> None:
+    handle = run.module.blocks[0].register_forward_hook(lambda *_: write_unseen(run))
+    run.module(*harness.token_batches(6)[2])
+    handle.remove()
+
+
+def swap_tensors(run: Run) -> None:
+    weight = run.module.head.weight
+    other = torch.nn.Parameter(torch.ones_like(weight))
+    torch.utils.swap_tensors(weight, other)
+    other.data.zero_()
+
+
 def write_by_numpy(run: Run) -> None:
     run.module.head.weight.detach().numpy()[:] = 3
 
@@ -151,6 +180,11 @@ def release(run: Run) -> None:
 WRITES = [
     write_in_place,
     write_unseen,
+    write_behind_a_read,
+    write_an_element,
+    write_in_a_backward,
+    write_in_a_forward,
+    swap_tensors,
     write_by_numpy,
     exchange,
     step_by_torch,

@@ -58,6 +58,27 @@ def test_nothing_is_deleted_before_the_new_one_is_complete(tmp_path: Path, monke
     assert names(tmp_path) == {"1", "2"}
 
 
+def test_files_of_other_runs_and_directories_and_a_link_to_the_new_one_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    for step in (1, 2):
+        hetmem.save(tmp_path / f"beta-{step}", model)
+    hetmem.save(tmp_path / "{run}-{step}", model, extra={"run": "alpha", "step": 5}, keep=1)
+    assert names(tmp_path) == {"alpha-5", "beta-1", "beta-2"}
+    (tmp_path / "beta-7").symlink_to("beta-07")
+    hetmem.save(tmp_path / "beta-{step}", model, extra={"step": 7}, keep=1)
+    assert names(tmp_path) == {"alpha-5", "beta-7", "beta-07"}
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    hetmem.save(tmp_path / "there" / "1", model)
+    monkeypatch.chdir(tmp_path / "here")
+    handle: Any = hetmem.save("{step}", harness.manage(model, "host", tmp_path), extra={"step": 2}, wait=False, keep=1)
+    monkeypatch.chdir(tmp_path / "there")
+    handle.wait()
+    assert (names(tmp_path / "here"), names(tmp_path / "there")) == ({"2"}, {"1"})
+
+
 def test_the_newest_is_a_whole_one(tmp_path: Path) -> None:
     assert hetmem.latest(tmp_path) is None
     for name in ("a", "b"):
@@ -75,6 +96,7 @@ def test_the_newest_is_a_whole_one(tmp_path: Path) -> None:
         ("run-{step}", None, 3, "has the field {step}, for which extra must have"),
         ("run-{step}", {"step": 1.5}, 3, "must have a number or a text"),
         ("run-{step", {"step": 1}, 3, "is no pattern"),
+        ("run-{step:x}", {"step": 1}, 3, "writes step as 'x', by which older files cannot be found"),
         ("run", {"step": 1}, 3, "needs a file name with a field"),
         ("{step}", {"step": "a/b"}, 3, "needs a file name with a field"),
         ("run-{step}", {"step": 1}, 0, "keep must be a whole number above zero"),

@@ -173,6 +173,60 @@ def test_a_table_is_copied_where(why: str, model: Any, tokens: torch.Tensor, tmp
         assert part.embed.weight.isfinite().all()
 
 
+class Asks(nn.Module):
+    """A table that a function looks up, with `options` that change as the program likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH)
+        self.options: dict[str, Any] = {}
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens) + F.embedding(tokens, self.table.weight, **self.options)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_call_may_ask_for_another_norm(frozen: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Asks().requires_grad_(not frozen)
+    model = managed(plain, tmp_path)
+    tokens = torch.arange(TOKENS).view(2, -1)
+    for options in ({}, {"max_norm": 6.0}, {}):
+        for each in (plain, model):
+            each.options = options
+        with torch.no_grad():
+            harness.assert_same(plain(tokens), model(tokens), str(options))
+    for each in (plain, model):
+        each.table.max_norm = 4.0
+    with torch.no_grad():
+        harness.assert_same(plain(tokens), model(tokens), "max_norm set later")
+    harness.assert_same_weights(plain, model)
+
+
+def test_what_torch_refuses_is_refused(tmp_path: Path) -> None:
+    model = managed(Asks(), tmp_path)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Expected tensor for argument #1 'indices'"):
+        model.table(torch.zeros(3, dtype=torch.int16))
+    model.options = {"padding_idx": ROWS}
+    with torch.no_grad(), pytest.raises(AssertionError, match="Padding_idx must be within num_embeddings"):
+        model(torch.arange(TOKENS))
+
+
+def test_an_evaluation_in_inference_mode_moves_what_one_without_gradients_moves(tmp_path: Path) -> None:
+    moved = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = managed(Reader().requires_grad_(True), tmp_path)
+        tokens = torch.arange(TOKENS).view(2, -1)
+        for _ in range(3):
+            model(tokens).backward()
+            model.zero_grad()
+            before = crossed(model)
+            with mode():
+                model(tokens)
+        moved.append(crossed(model) - before)
+    assert moved[0] == moved[1]
+
+
 def test_a_write_to_the_table_is_read_and_a_row_that_it_lacks_is_an_error(tmp_path: Path) -> None:
     plain = Reader()
     model = managed(plain, tmp_path)
