@@ -406,3 +406,32 @@ def test_without_borders_and_whole_on_the_device_it_is_the_loop(tmp_path: Path) 
     with pytest.warns(UserWarning, match="LSTM has no ModuleList"):
         hetmem.accumulate(lstm, [torch.randn(2, 1, 4)] * 2, lambda m, b: names.append("here") or m(b)[0].sum())
     assert names == [threading.current_thread().name] * 2 + ["here"] * 2
+
+
+class HidesInSome(nn.Module):
+    """Blocks that a reentrant checkpoint calls for batches of two rows, and the model itself for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if x.shape[0] == 2 else block(x).sin()
+        return x.square().mean()
+
+
+def test_what_one_micro_batch_hides_in_a_checkpoint_and_another_does_not_is_added_in_order() -> None:
+    torch.manual_seed(0)
+    model = HidesInSome()
+    batches = [torch.randn(2 + number % 2, 8) for number in range(5)]
+    for batch in batches:
+        (model(batch) / len(batches)).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    hetmem.accumulate(model, batches, lambda model, batch: model(batch) / len(batches))
+    for (name, p), grad in zip(model.named_parameters(), expected, strict=True):
+        assert p.grad is not None and grad is not None
+        assert torch.equal(p.grad, grad), name
