@@ -67,10 +67,10 @@ PROMISES: dict[str, Mutation | str] = {
         "tests/ranks/test_turns.py::test_every_order_of_events_ends_with_sums_in_the_order_of_ranks[3]",
     ),
     "write the file of one process, and load": Mutation(
-        "checkpoint/sharing.py",
-        "slice(self._ranks.rank, None, self._ranks.count)",
-        "slice(0, None, self._ranks.count)",
-        "tests/ranks/test_files.py::test_a_group_of_any_size_goes_on_from_the_file_of_one_process[2]",
+        "checkpoint/save_load.py",
+        "        self.file.read(own)\n",
+        "        self.file.read(own[1:])\n",
+        "tests/checkpoint/test_resume.py::test_training_goes_on_with_the_same_bits[host to resident]",
     ),
     "The planned peak of host memory of several ranks": Mutation(
         "planner/ranked.py",

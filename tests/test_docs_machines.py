@@ -62,9 +62,9 @@ def test_plans_say_what_the_page_prints(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("--host-memory 60GiB --nvme 200GiB", "paste (8.77 s a step"),
-        ("--host-memory 60GiB --moments 8bit --overlap backward", "paste (5.86 s a step"),
-        ("--host-memory 28GiB --lora 16", "paste (5.40 s a step"),
+        ("--host-memory 60GiB --nvme 200GiB", "paste (8.79 s a step"),
+        ("--host-memory 60GiB --moments 8bit --overlap backward", "paste (5.84 s a step"),
+        ("--host-memory 28GiB --lora 16", "paste (5.32 s a step"),
     ],
 )
 def test_the_table_of_less_host_memory(
