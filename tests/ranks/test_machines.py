@@ -17,13 +17,14 @@ from hetmem.testing import ranks
 from tests.ranks.programs import PROGRAMS, Program, difference, loss_of, trained, values
 
 PROGRAM = Program()
+OF_PLAIN_TORCH = [name for name, program in PROGRAMS.items() if not program.in_one_process]
 
 
 @pytest.mark.parametrize(
     ("machines", "ranks_a_machine", "names"),
     [
         (2, 2, ["other numbers of backwards"]),
-        pytest.param(2, 2, [*PROGRAMS], marks=pytest.mark.nightly),
+        pytest.param(2, 2, OF_PLAIN_TORCH, marks=pytest.mark.nightly),
         pytest.param(5, 1, ["other numbers of backwards", "bfloat16"], marks=pytest.mark.nightly),
     ],
 )
