@@ -28,6 +28,11 @@ from hetmem.schedule.trace import Tier
 
 _NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
+_WITHOUT_STAGING = (
+    "hetmem.manage found room in host memory for what trains, with two states, and set none aside to reach the drive "
+    "through: call it before weights are frozen that train later, or raise Budget(host=…)"
+)
+
 ALLOCATOR_SHARE = 0.03
 """Share of a GPU's budget left to torch's allocator, which rounds sizes up and fragments memory."""
 
@@ -183,9 +188,11 @@ class Memory:
     def room(self, *, of_all: bool = False) -> Room:
         """Return the room for homes in host memory and on NVMe; `of_all`: also for those of chunks that are never
         staged, which get theirs before others."""
-        nvme = self.nvme_bytes - self.store.reserved_bytes if self.store and self.staging_slots else 0
         owed = 0 if of_all else sum(map(self._owed_bytes, self.unstaged))
-        return Room(max(0, self.host_pool.free_bytes - owed), nvme)
+        host = max(0, self.host_pool.free_bytes - owed)
+        if self.store and self.staging_slots:
+            return Room(host, self.nvme_bytes - self.store.reserved_bytes)
+        return Room(host, 0, _WITHOUT_STAGING) if self.nvme_bytes else Room(host, 0)
 
     def expect(self, chunk: Chunk, roles: tuple[Role, ...]) -> None:
         """Keep host memory free for homes of `roles` of `chunk`, and no more, if it is never staged."""

@@ -415,8 +415,8 @@ def check_room(
     kinds = ", ".join(f"{what} {format_size(nbytes)}" for what, nbytes in wanted.items())
     raise BudgetError(
         f"{name} has no room: weights, gradients and states take {format_size(here)} in all beside the device ({kinds} "
-        f"still to come), and {tiers}{device}, so {format_enough(missing)} are missing; raise Budget(host=…) to "
-        f"{format_enough(memory.host_pool.capacity_bytes + missing)}, or give Budget(nvme=…, nvme_dir=…); "
+        f"still to come), and {tiers}{device}, so {format_enough(missing)} are missing; {room.remedy} to "
+        f"{format_enough(memory.host_pool.capacity_bytes + missing)}; "
         f"`hetmem plan` says what else would do"
     )
 

@@ -177,10 +177,11 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes still free on the tiers that can hold homes."""
+    """Bytes still free on the tiers that can hold homes, and what to do where these are too few."""
 
     host_bytes: int
     nvme_bytes: int
+    remedy: str = "give or raise Budget(nvme=…, nvme_dir=…), or raise Budget(host=…)"
 
 
 def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
@@ -202,7 +203,7 @@ def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
         raise BudgetError(
             f"the budget has no place for {what}: {format_size(sum(sizes))} needed, {format_size(room.host_bytes)} of "
             f"host memory and {format_size(room.nvme_bytes)} of NVMe are left, so {format_size(-nvme)} are missing; "
-            f"raise Budget(host=…), or Budget(nvme=…, nvme_dir=…)"
+            f"{room.remedy}"
         )
     return tiers
 

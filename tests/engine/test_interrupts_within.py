@@ -207,12 +207,12 @@ def test_a_backward_that_updates_and_is_interrupted_says_how_to_go_on(
         hetmem.release(model)
 
 
-@streamed
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(("at", "placement"), [(0, "host"), (0, "nvme"), (1, "nvme")])
 def test_an_update_that_an_interrupt_kept_out_of_the_queue_is_made_by_the_next_step(
     at: int, placement: str, tmp_path: Path
 ) -> None:
-    """It came while the step dropped copies on the device, or waited for one that was under way."""
+    """It came while the step dropped copies on the device, or waited for one that was under way. Updates of homes in
+    host memory begin together."""
     plain, managed = pair(mlp, placement, tmp_path)
     left, right = adamws(plain, managed)
     updates = waits = 0

@@ -141,9 +141,11 @@ class Duel:
 
 def _lacks_host_memory(program: Program, error: BaseException | None) -> bool:
     """Gradients that updates consume and that wait for the last backward of several parameters, of which only then is
-    known how many do, and gradients of parameters that no optimizer has yet."""
+    known how many do, gradients of parameters that no optimizer has yet, and weights that were frozen at `manage`."""
+    if not isinstance(error, BudgetError):
+        return False
     late = program.early or program.groups > 1
-    return late and isinstance(error, BudgetError) and "place for grad of" in str(error)
+    return (late and "place for grad of" in str(error)) or "call it before weights are frozen" in str(error)
 
 
 def _outcome(side: Side, name: str, seed: int) -> tuple[Any, Exception | None]:

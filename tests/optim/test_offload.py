@@ -85,8 +85,43 @@ def test_a_third_state_does_not_go_to_nvme_where_there_is_no_staging(tmp_path: P
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)))
     room = budget("nvme", tmp_path, host=4 * 9 * CHUNK + 2 * CHUNK, device_chunks="64KiB")
     managed = hetmem.manage(module, room, chunk_bytes=CHUNK, activations="auto")
-    with pytest.raises(BudgetError, match="are missing"):
+    with pytest.raises(
+        BudgetError, match=r"are missing; hetmem.manage .* set none aside .* raise Budget\(host=…\) to 720"
+    ):
         hetmem.optim.offload(torch.optim.AdamW, managed.parameters(), amsgrad=True)
+
+
+@pytest.mark.parametrize("frozen_first", [True, False], ids=["frozen, then managed", "managed, then frozen"])
+def test_a_weight_that_trains_later_has_a_place_where_manage_saw_it_train(frozen_first: bool, tmp_path: Path) -> None:
+    """Gradual unfreezing, with room in host memory for the states of the half that trains first."""
+
+    def deep() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+
+    room = budget("nvme", tmp_path, host=(4 * 4 + 4 + 1) * CHUNK, device_chunks="64KiB")
+    plain, module = deep(), deep()
+    module.load_state_dict(plain.state_dict())
+    module[:4].requires_grad_(not frozen_first)
+    managed = hetmem.manage(module, room, chunk_bytes=CHUNK)
+    for model in (plain, managed):
+        model[:4].requires_grad_(False)
+    optimizers = torch.optim.AdamW(plain.parameters(), fused=True), hetmem.AdamW(managed.parameters())
+
+    def step() -> None:
+        for model, optimizer in zip((plain, managed), optimizers, strict=True):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    for model in (plain, managed):
+        model[:4].requires_grad_(True)
+    if frozen_first:
+        with pytest.raises(BudgetError, match="call it before weights are frozen that train later"):
+            step()
+    else:
+        step()
+        assert_same_weights(plain, managed)
 
 
 @pytest.mark.each
