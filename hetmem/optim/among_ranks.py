@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from hetmem.engine.ranked_gradients import RankedGradients
+from hetmem.errors import PeerError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.optim.options import Overlap
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.ranks.group import Ranks, not_yet
+from hetmem.ranks.words import fence
 
 _NAMED = 20
 """Of how many gradients that the program has set an error may name one that differs."""
@@ -53,6 +55,26 @@ class RankedSteps:
         self._gradients.writes.bring_home()
         self._ranks.words.steps[self._ranks.rank] += 1
         self._ranks.figures.began_step({link.value: use.bytes for link, use in self._engine.links().items()})
+
+    def begin_update(self) -> None:
+        """Note that this rank changes homes from here on. Raises `PeerError` if an error has ended the part of any
+        rank, which may be saving them."""
+        words, own = self._ranks.words, self._ranks.rank
+        if words.updating[own] > words.updated[own]:
+            return
+        words.updating[own] += 1
+        fence()
+        try:
+            self._ranks.waits.refuse_ended()
+        except PeerError:
+            words.updating[own] -= 1
+            raise
+
+    def end_updates(self) -> None:
+        """Wait until all ranks have changed their part of homes."""
+        words, own = self._ranks.words, self._ranks.rank
+        words.updated[own] = words.updating[own]
+        self._ranks.meet("the end of a step")
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have computed their part of `what`."""

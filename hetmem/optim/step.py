@@ -367,7 +367,7 @@ class Stepper:
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
             if self._ranked is not None:
-                self._ranked.meet("the end of a step")
+                self._ranked.end_updates()
                 self._updates.end_shared()
 
     def skip(self) -> None:
@@ -430,6 +430,7 @@ class Stepper:
         except BaseException:
             self.failed = True
             self._updates.cancel()
+            self._updates.end_shared()
             raise
 
     def forget(self) -> None:
@@ -480,6 +481,8 @@ class Stepper:
         self._updates.add(update)
 
     def _add_update(self, update: ChunkUpdate, grad_scale: float) -> None:
+        if self._ranked is not None:
+            self._ranked.begin_update()
         if update.summing:
             self._updates.finish()
         if not update.chunk.homes.keys() >= {*update.roles}:  # then its only one

@@ -11,7 +11,7 @@ from hetmem.errors import ManageError, PeerError
 from hetmem.ranks.figures import Figures
 from hetmem.ranks.memory import SharedPool
 from hetmem.ranks.saves import Saves
-from hetmem.ranks.waits import Waits, never
+from hetmem.ranks.waits import Waits, in_words, never
 from hetmem.ranks.words import Words
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Ranks:
             try:
                 result = do()
             except BaseException as error:
-                self._come(f"{_FAILED}{type(error).__name__}: {error}")
+                self._come(f"{_FAILED}{in_words(error)}")
                 if self.machines is not None and isinstance(error, Exception):
                     with suppress(PeerError):
                         self.machines.refuse_verdicts(what, "")

@@ -25,13 +25,19 @@ class Saves:
         """How often each path was saved to since that step."""
 
     def by_rank_0(self, path: str, save: Callable[[], None]) -> None:
-        """Return once rank 0 has done `save()`, which writes the file `path`. Raises its error on rank 0, and
-        `PeerError` on the others."""
+        """Return once rank 0 has done `save()`, which writes the file `path`, also after an error has ended the part of
+        any rank. Raises its error on rank 0, and `PeerError` on the others, or if a step that has not ended on all
+        ranks has changed homes."""
         key = self._key(os.path.realpath(path))
         if self._rank == 0:
             failed = True
             try:
-                with self._waits.at("hetmem.save", ends=False):
+                with self._waits.at("hetmem.save", ends=False, alone=True):
+                    if (self._words.updating > self._words.updated.min()).any():
+                        raise PeerError(
+                            "weights are partly those of the next step, as a rank has ended within one: go on from the "
+                            "last file, in new processes"
+                        )
                     save()
                 failed = False
             finally:

@@ -28,6 +28,11 @@ def _ended(rank: int, error: str) -> str:
     return f"rank {rank} takes no part any more, as it raised {error}"
 
 
+def in_words(error: BaseException) -> str:
+    """Return the class and the text of `error`."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def never() -> bool:
     """Return False: nothing is under way."""
     return False
@@ -61,13 +66,18 @@ class Waits:
         fence()
         self._words.signs[self._rank] += 1
 
-    @contextmanager
-    def at(self, place: str, *, ends: bool = True) -> Iterator[None]:
-        """Have this rank be at `place` in the body. An error there `ends` its part. Raises `PeerError` if one has ended
-        that of any rank."""
+    def refuse_ended(self) -> None:
+        """Raise `PeerError` if an error has ended the part of any rank."""
         for rank in range(len(self._words.signs)):
             if error := self._words.error(rank):
-                raise PeerError(_ended(self.first + rank, error))
+                raise PeerError(f"{_ended(self.first + rank, error)}. {self.where()}")
+
+    @contextmanager
+    def at(self, place: str, *, ends: bool = True, alone: bool = False) -> Iterator[None]:
+        """Have this rank be at `place` in the body. An error there `ends` its part. Raises `PeerError` if one has ended
+        that of any rank, unless this one does `alone` what it does there."""
+        if not alone:
+            self.refuse_ended()
         before, self.place = (self.place, self._words.place(self._rank)), place
         self._words.set_place(self._rank, place)
         try:
@@ -83,9 +93,7 @@ class Waits:
     def end_part(self, error: BaseException) -> None:
         """Tell the others that this rank takes part in nothing any more."""
         if not self._words.error(self._rank):
-            self._words.set_error(
-                self._rank, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
+            self._words.set_error(self._rank, f"{in_words(error).splitlines()[0]} (in {self.place})")
 
     def until(
         self,

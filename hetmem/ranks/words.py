@@ -67,6 +67,8 @@ class Words:
         """See `figures`."""
         self.handed_out = self._array((ranks,))
         """Whether the program of a rank ever got the states of the optimizer that steps."""
+        self.updating, self.updated = (self._array((ranks,)) for _ in range(2))
+        """The last step in which each rank has begun to change homes, and the last one in which it has ended that."""
         self.saves, self.saved = self._array((_SAVES, 2)), self._array((1,))
         """The last files that rank 0 has saved, and whether that has failed: see `saves`. How many it has saved."""
         self.wrote = self._array((ranks,))
