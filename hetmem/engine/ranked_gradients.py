@@ -23,7 +23,6 @@ from hetmem.engine.sink import Sink
 from hetmem.engine.working_gradients import has_hooks_of_the_user
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.ranks.group import Ranks, not_yet
-from hetmem.ranks.words import Doing
 from hetmem.schedule.turns import RankTurns
 
 _GRADIENT = attrgetter("parameter.grad")
@@ -41,15 +40,17 @@ class RankedGradients:
         self._numbers = {managed: number for number, managed in enumerate(self._parameters)}
         self.writes = RankedWrites(ranks, runtime.chunks, runtime.traffic)
         runtime.writes.refused = self.writes.refuse_in_compute
-        self._turns = RankTurns(ranks.rank, ranks.count, len(self._parameters), ranks.words)
+        machines = ranks.machines
+        self._turns = RankTurns(
+            ranks.rank, ranks.count, len(self._parameters), ranks.words, leaves_late=machines is not None
+        )
         self._waiting: dict[int, list[torch.Tensor]] = {}
         """Gradients, divided, whose turn has not come, by the number of the parameter."""
         self._bytes = 0
         """Bytes of those."""
         self._flying: dict[int, int] = {}
         """How many are on their way home, by the number of the parameter."""
-        machines = ranks.machines
-        self._sums = None if machines is None else MachineSums(ranks, machines, self._parameters)
+        self._sums = None if machines is None else MachineSums(ranks, machines, self._parameters, self.writes)
         self._keeps = machines is None or machines.index == 0
         """Whether what was at home before a backward stays in the sum of this machine."""
         self._place = ExitStack()
@@ -83,8 +84,8 @@ class RankedGradients:
         self._ranks.compare_gradients([managed.name for managed in self._parameters])
         self.writes.compare()
 
-    def begin(self) -> None:
-        """Enter a backward; nothing of it is added before all ranks have."""
+    def begin(self, *, is_of_late: bool = False) -> None:
+        """Enter a backward, or one of gradients that came late; nothing of it is added before all ranks have."""
         with ExitStack() as place:
             place.enter_context(self._ranks.waits.at("a backward"))
             self.failed, self._compared = None, False
@@ -93,7 +94,9 @@ class RankedGradients:
                     leave_gradient_to_holders(managed, [])
             self.tell()
             self._ranks.waits.sign()
-            self._turns.begin()
+            self._turns.begin(is_of_late=is_of_late)
+            if self._sums is not None:
+                self._sums.begin(self._turns.backward, passes_unused=self._turns.passes_unused)
             if self.writes.pages:
                 self._compare_here()
                 self.writes.bring_home()
@@ -123,9 +126,9 @@ class RankedGradients:
         number, dtype = self._numbers[managed], managed.chunk.dtype
         with without_graph():
             divided = arrived.to(dtype) / self._ranks.of_all
-        self._waiting.setdefault(number, []).append(divided)
-        self._count(divided.nbytes)
-        self._turns.made(number)
+        if self._sums is not None:
+            self._sums.made(managed.chunk)
+        self._hold(number, divided)
         self._advance()
         if self._is_full():
             self._wait(lambda: self._advance() or not self._is_full(), "a turn to add gradients")
@@ -136,6 +139,8 @@ class RankedGradients:
         with self._place:
             if self.failed is not None:
                 self._ranks.waits.end_part(self.failed)
+                if self._sums is not None:
+                    self._sums.abandon()
                 self._waiting.clear()
                 self._flying.clear()
                 self._count(-self._bytes)
@@ -143,27 +148,28 @@ class RankedGradients:
             self._ranks.figures.ended_backward(self._turns.backward)
             if not self._compared:
                 self._compare_here()
-            self._turns.end()
-            self._ranks.waits.sign()
-            self._wait(lambda: self._advance() or self._turns.is_over(), "the end of the backward on all ranks")
+            late = {number: self._waiting.pop(number) for number in self._end_turns()}
             self.writes.refuse()
-            if self._sums is None:
-                self._show(filter(self._turns.is_filled, range(len(self._parameters))))
-            else:
-                self._sums.machines.all_step(Doing.BACKWARD)
-                self._add_machines(self._turns.is_filled)
+            of_any = self._sums is not None and self._sums.end(self._sink.loans.give_own)
+            self._show(filter(self._turns.is_filled, range(len(self._parameters))))
+        if of_any:
+            self._add_late(late)
 
     def end_backwards_of_other_machines(self) -> None:
-        """Take part, with no gradient, in the sums of backwards that other machines end, until all have come to a
-        step."""
-        while self._sums is not None and not self._sums.machines.all_step(Doing.STEP):
+        """Take part, with no gradient, in backwards that other machines enter, until all have come to a step."""
+        if self._sums is None:
+            return
+        self.tell()
+        while not self._sums.all_step():
+            with torch_private.NoFunctionsOfSubclasses():
+                self.begin()
+                self.end()
             self.tell()
-            self._add_machines(lambda number: False)
 
     def compare_machines(self, number: int, what: str) -> None:
         """Raise `PeerError` that names `what`, if another machine has another `number`."""
         if self._sums is not None:
-            self._sums.machines.compare([number], lambda at: what)
+            self._sums.compare(number, what)
 
     @property
     def _sink(self) -> Sink:
@@ -178,10 +184,29 @@ class RankedGradients:
         self._compared = True
         self.compare()
 
-    def _add_machines(self, made: Callable[[int], bool]) -> None:
-        assert self._sums is not None
-        there = self._ranks.words.has_gradient[self._ranks.rank]
-        self._show(self._sums.add(made, there, self._sink.loans.give_own))
+    def _end_turns(self) -> list[int]:
+        """Add all gradients of this backward, on all ranks; return the parameters that have late ones left."""
+        if self._sums is not None:
+            self._sums.computed(self._turns.late())
+        self._turns.end()
+        self._ranks.waits.sign()
+        self._wait(lambda: self._advance() or self._turns.is_over(), "the end of the backward on all ranks")
+        return self._turns.late()
+
+    def _add_late(self, late: dict[int, list[torch.Tensor]]) -> None:
+        """Add gradients that came late, on this rank or another one, in a backward of their own."""
+        self.begin(is_of_late=True)
+        for number, gradients in late.items():
+            for gradient in gradients:
+                self._count(-gradient.nbytes)
+                self._hold(number, gradient)
+        self.end()
+
+    def _hold(self, number: int, divided: torch.Tensor) -> None:
+        """Have `divided`, a gradient of a parameter, wait for its turn."""
+        self._waiting.setdefault(number, []).append(divided)
+        self._count(divided.nbytes)
+        self._turns.made(number)
 
     def _show(self, numbers: Iterable[int]) -> None:
         """Show the gradients of parameters that other ranks have made."""
@@ -234,8 +259,10 @@ class RankedGradients:
         assert copies is not None
         there = self._keeps and bool(self._ranks.words.has_gradient[self._ranks.rank, number])
         adds = there or turns.is_filled(number)
-        gradients = self._waiting.pop(number)
-        assert turns.add(number) == len(gradients)
+        count, waiting = turns.add(number), self._waiting.pop(number)
+        gradients = waiting[:count]
+        if waiting[count:]:
+            self._waiting[number] = waiting[count:]
         target = managed.at_home(Role.GRAD)
         for gradient in gradients:
             work = partial(self._device.gradient_out, target, gradient, add=adds)

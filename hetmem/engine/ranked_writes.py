@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +18,12 @@ from hetmem.engine.traffic import Traffic
 from hetmem.errors import PeerError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
 from hetmem.ranks.group import Ranks, not_yet
+
+if TYPE_CHECKING:
+    from hetmem.ranks.machines import Machines  # imports torch.distributed, which one process does without
+
+PageOfHome = tuple[int, str, int]
+"""Chunk, name of the role, and number of a page in that home: the same on all machines."""
 
 
 class RankedWrites:
@@ -25,6 +33,8 @@ class RankedWrites:
         self._ranks, self._chunks, self._traffic = ranks, chunks, traffic
         self.pages: list[int] = []
         """The numbers of the pages that the other ranks were told of, and that are not home yet."""
+        self.told: dict[PageOfHome, int] = {}
+        """What they were told of last, and the hash of each page."""
 
     def tell(self) -> None:
         """Tell the other ranks what the program has written, as this one comes to a backward or a step."""
@@ -34,8 +44,11 @@ class RankedWrites:
         for chunk in cast:
             chunk.recast()
         self.pages = self._find() if cast else pages
-        words.page_hashes[rank, self.pages] = [*map(mapping.hash_of, self.pages)]
+        hashes = [*map(mapping.hash_of, self.pages)]
+        words.page_hashes[rank, self.pages] = hashes
         words.wrote[rank] = len(self.pages)
+        if self._ranks.machines is not None:
+            self.told = self._without_places(dict(zip(self.pages, hashes, strict=True)))
 
     def compare(self) -> None:
         """Raise `PeerError` if the program of another rank has written something else. All ranks have told."""
@@ -56,6 +69,20 @@ class RankedWrites:
         raise PeerError(
             f"the program has written other values to {name} on rank {first + rank} than on rank {first}, or on one of "
             f"them only: write alike on all ranks, as in replicas"
+        )
+
+    def refuse_others(self, machines: Machines) -> PeerError:
+        """Return the error for writes that differ between `machines`, all of which call this."""
+        told = machines.gathered_objects(self.told)
+        key = next(key for key in sorted({*chain(*told)}) if any(one.get(key) != told[0].get(key) for one in told))
+        seen = [np.frombuffer(page, np.uint8) for page in machines.gathered_objects(self._seen(key))]
+        other = next(at for at, page in enumerate(seen) if page.tobytes() != seen[0].tobytes())
+        at = int((seen[0] != seen[other]).argmax()) if len(seen[0]) == len(seen[other]) else 0
+        home = self._home(key)
+        name = key[1] if home is None else _name_in(home[0], home[1], key[2] * mmap.PAGESIZE + at)
+        return PeerError(
+            f"the program has written other values to {name} on machine {machines.names[other]} than on machine "
+            f"{machines.names[0]}, or on one of them only: write alike on all ranks, as in replicas"
         )
 
     def bring_home(self) -> None:
@@ -109,12 +136,40 @@ class RankedWrites:
                 if np.subtract(*np.searchsorted(sorted_pages, ends)):
                     yield chunk, role, first
 
+    def _without_places(self, hashes: dict[int, int]) -> dict[PageOfHome, int]:
+        """Return `hashes` of pages by what these are in their homes, which are elsewhere on each machine."""
+        found = {}
+        for chunk, role, first in self._homes_of([*hashes]):
+            begin = first // mmap.PAGESIZE
+            for page in range(begin, -(-(first + chunk.home_nbytes(role)) // mmap.PAGESIZE)):
+                if page in hashes:
+                    found[chunk.spec.index, role.name, page - begin] = hashes[page]
+        return found
+
+    def _seen(self, page: PageOfHome) -> bytes:
+        """Return what the program sees in `page`; nothing, if this machine has no such home."""
+        home = self._home(page)
+        return b"" if home is None else bytes(self._ranks.pool.mapping.seen(home[2] // mmap.PAGESIZE + page[2]))
+
+    def _home(self, page: PageOfHome) -> tuple[Chunk, Role, int] | None:
+        """Return the home that has `page`: chunk, role, and its offset."""
+        for chunk in self._chunks:
+            for role, home in chunk.homes.items():
+                if (chunk.spec.index, role.name) == page[:2]:
+                    return chunk, role, address_of(home.memory) - self._ranks.pool.mapping.address
+        return None
+
     def _name(self, offset: int) -> str:
         """Return what lies at `offset`."""
         for chunk, role, first in self._homes_of([offset // mmap.PAGESIZE]):
             if first <= offset < first + chunk.home_nbytes(role):
-                at = (offset - first) // chunk.dtype_of(role).itemsize
-                after = (each for each in chunk.parameters if each.offset + each.numel > at)
-                name = next((each.name for each in after), chunk.label(role))
-                return name + {Role.PARAM: "", Role.GRAD: ".grad"}.get(role, f", its {role.name}")
+                return _name_in(chunk, role, offset - first)
         return "the memory of the group"
+
+
+def _name_in(chunk: Chunk, role: Role, offset: int) -> str:
+    """Return what lies at `offset`, in bytes, in the home of `role` of `chunk`."""
+    at = offset // chunk.dtype_of(role).itemsize
+    after = (each for each in chunk.parameters if each.offset + each.numel > at)
+    name = next((each.name for each in after), chunk.label(role))
+    return name + {Role.PARAM: "", Role.GRAD: ".grad"}.get(role, f", its {role.name}")

@@ -47,6 +47,10 @@ class Figures:
         self._stepped = now
         words.moved[self._rank] = [moved[link] for link in LINKS]
 
+    def exchanged(self, nbytes: int, *, beside: bool) -> None:
+        """Add `nbytes` of sums that came from other machines; `beside`: while this rank computed a backward."""
+        self._words.exchanged[self._rank] += [nbytes, nbytes * beside]
+
     def first_batch(self, tensors: Iterable[Any]) -> None:
         """Tell the others a hash of the `tensors` of the first forward, once."""
         if not self._words.batch[self._rank]:
@@ -71,6 +75,8 @@ class Figures:
                 ],
                 "last_in_backwards": int(words.last[rank]),
                 "bytes": {link: int(words.moved[rank, at]) for at, link in enumerate(LINKS)},
+                "network_bytes": int(words.exchanged[rank, 0]),
+                "network_bytes_beside_backwards": int(words.exchanged[rank, 1]),
             }
             for rank in range(len(words.steps))
         ]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hetmem.errors import PeerError
 from hetmem.ranks.waits import Waits
-from hetmem.ranks.words import Doing
 
+T = TypeVar("T")
 PIECE_ELEMENTS = 1 << 20
 """So many elements cross at once."""
 
@@ -29,50 +29,58 @@ _HAS_FAILED = -1
 class Machines:
     """Machine `index` of `count`, as a rank whose counterparts are `group` sees them."""
 
-    def __init__(self, index: int, names: Sequence[str], group: Any, waits: Waits) -> None:
+    def __init__(self, index: int, names: Sequence[str], group: Any, waits: Waits, *, beside: bool = False) -> None:
         self.index, self.count = index, len(names)
-        self._names, self._group, self._waits = names, group, waits
+        self.names, self._group, self._waits, self._beside = names, group, waits, beside
 
-    def all_step(self, doing: Doing) -> bool:
-        """Return whether the counterparts on all machines have come to a step, as this rank says what it is doing."""
-        return set(self._gathered(torch.tensor([doing]), "the other machines")[:, 0].tolist()) == {Doing.STEP}
+    def beside(self) -> Machines:
+        """Return these machines for a thread that runs beside the one that trains, and looks after nothing else."""
+        return Machines(self.index, self.names, self._group, self._waits, beside=True)
 
-    def compare(self, numbers: Sequence[int], names: Callable[[int], str]) -> None:
-        """Raise `PeerError` with the name of the first of `numbers` that other machines have otherwise."""
-        found = self._gathered(torch.tensor(numbers), "what the other machines do")
-        differ = (found != found[0]).nonzero()
-        if len(differ):
-            machine, at = differ[0].tolist()
+    def gathered(self, mine: torch.Tensor, what: str) -> torch.Tensor:
+        """Return `mine`, a tensor in host memory, of all machines, a row each. Raises `PeerError` if one is lost."""
+        found = mine.new_empty((self.count, *mine.shape))
+        self._end(dist.all_gather([*found], mine.contiguous(), group=self._group, async_op=True), what)
+        return found
+
+    def gathered_objects(self, mine: T) -> list[T]:
+        """Return `mine`, which can be pickled, of all machines."""
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, mine, group=self._group)
+        return found
+
+    def compare(self, rows: Any, names: Callable[[int], str]) -> None:
+        """Raise `PeerError` with the name of the first column of `rows`, an array with one of each machine, that
+        differs."""
+        differ = (rows != rows[0]).nonzero()
+        if len(differ[0]):
+            machine, at = (int(found[0]) for found in differ)
             raise PeerError(
-                f"{names(at)} differs on machines {self._names[0]} and {self._names[machine]}: all ranks need the same"
+                f"{names(at)} differs on machines {self.names[0]} and {self.names[machine]}: all ranks need the same"
             )
 
     def refuse_verdicts(self, what: str, said: str) -> PeerError | None:
         """Return the error for `what` if another machine has failed in it, or does something else than this one, which
         has `said` what it does; "" if it has failed."""
         mine = torch.tensor([zlib.crc32(said.encode()) if said else _HAS_FAILED])
-        found = self._gathered(mine, f"{what} on the other machines")[:, 0].tolist()
-        for name, verdict in zip(self._names, found, strict=True):
+        found = self.gathered(mine, f"{what} on the other machines")[:, 0].tolist()
+        for name, verdict in zip(self.names, found, strict=True):
             if verdict == _HAS_FAILED:
                 return PeerError(f"a rank of machine {name} has failed in {what}")
             if verdict != int(mine):
-                return PeerError(f"machine {name} does something else in {what} than {self._names[self.index]}")
+                return PeerError(f"machine {name} does something else in {what} than {self.names[self.index]}")
         return None
 
-    def present(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return the rows of flags, uint8, of all machines."""
-        return self._gathered(mine, "which gradients the other machines have")
-
-    def add(self, home: torch.Tensor, spans: Sequence[tuple[slice, list[int]]]) -> None:
+    def add(self, home: torch.Tensor, spans: Sequence[tuple[slice, list[int]]]) -> int:
         """Give each of `spans` of `home`, a flat tensor in host memory, the sum over the machines that have it, in
-        their order. Spans are ascending."""
-        start = 0
-        while start < home.numel():
+        their order; return how many bytes this rank has got for that. Spans are ascending."""
+        elements = 0
+        for start in range(0, home.numel(), PIECE_ELEMENTS):
             piece = slice(start, min(start + PIECE_ELEMENTS, home.numel()))
             within = [*_within(spans, piece)]
             if within:
-                self._add_piece(home[piece], within)
-            start = piece.stop
+                elements += self._add_piece(home[piece], within)
+        return elements * home.element_size()
 
     def shared(self, values: torch.Tensor) -> torch.Tensor:
         """Return the first machine's `values`, in host memory."""
@@ -82,10 +90,12 @@ class Machines:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _add_piece(self, home: torch.Tensor, spans: list[tuple[slice, list[int]]]) -> None:
+    def _add_piece(self, home: torch.Tensor, spans: list[tuple[slice, list[int]]]) -> int:
+        """Do `add` for a piece, and return how many elements this rank has got."""
+        others = self.count - 1
         if self.count <= _GATHERED:
-            _sum(self._gathered(home, "sums of gradients of the other machines"), spans, home)
-            return
+            _sum(self.gathered(home, "sums of gradients of the other machines"), spans, home)
+            return others * home.numel()
         share = -(-home.numel() // self.count)
         padded = home.new_zeros(self.count * share)
         padded[: home.numel()] = home
@@ -94,23 +104,19 @@ class Machines:
         mine = slice(self.index * share, (self.index + 1) * share)
         total = padded[mine].clone()
         _sum(parts.view(self.count, share), [*_within(spans, mine)], total)
-        summed = self._gathered(total, "sums of the other machines").flatten()
+        summed = self.gathered(total, "sums of the other machines").flatten()
         for span, _ in spans:
             home[span] = summed[span]
-
-    def _gathered(self, mine: torch.Tensor, what: str) -> torch.Tensor:
-        """Return `mine` of all machines, a row each."""
-        found = mine.new_empty((self.count, *mine.shape))
-        self._end(dist.all_gather([*found], mine.contiguous(), group=self._group, async_op=True), what)
-        return found
+        return 2 * others * share
 
     def _end(self, work: Any, what: str) -> None:
         """Wait for `work`. Raises `PeerError` if a counterpart is lost, or gives no sign."""
-        self._waits.until(work.is_completed, what, busy=lambda: True)
+        if not self._beside:
+            self._waits.until(work.is_completed, what, busy=lambda: True)
         try:
             work.wait()
         except RuntimeError as error:
-            others = [name for at, name in enumerate(self._names) if at != self.index]
+            others = [name for at, name in enumerate(self.names) if at != self.index]
             raise PeerError(
                 f"the connection to another machine ({', '.join(others)}) has ended while this rank awaited {what}: "
                 f"{str(error).splitlines()[0]}. {self._waits.where()}"

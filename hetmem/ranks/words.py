@@ -58,12 +58,14 @@ class Words:
         has given a sign that it goes on."""
         self.summed = self._array((ranks,))
         """How many sums of all machines each rank has written its part of."""
+        self.late = self._array((ranks,))
+        """The last backward in which each rank has made gradients that came late, for a backward of their own."""
         self.has_left, self.steps = self._array((ranks,)), self._array((ranks,))
         self.has_gradient = self._array((ranks, parameters), np.uint8)
         """Whether `p.grad` was there as the rank entered its last backward or step."""
         self.waited, self.waited_for = self._array((ranks, 3)), self._array((ranks, ranks))
         self.computed, self.last, self.batch, self.step_nanoseconds = (self._array((ranks,)) for _ in range(4))
-        self.moved = self._array((ranks, 2))
+        self.moved, self.exchanged = (self._array((ranks, 2)) for _ in range(2))
         """See `figures`."""
         self.handed_out = self._array((ranks,))
         """Whether the program of a rank ever got the states of the optimizer that steps."""

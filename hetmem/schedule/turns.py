@@ -7,6 +7,9 @@ backward only, and nothing can wait in a circle, in whatever order each rank mak
 A rank passes its turn of a parameter once as many gradients have arrived at home as the parameter has had at most in a
 backward before, at the latest as its own backward ends. Gradients that come later than that, as there are more of them
 than ever before, are added in a second round, once all ranks have ended the first: again in the order of ranks.
+
+With ranks of several machines there is no second round: late gradients are for a backward of their own, as the sums of
+the first may be those of all machines by then. And what no backward has given a gradient yet is passed at once.
 """
 
 from __future__ import annotations
@@ -35,28 +38,37 @@ class TurnWords(Protocol):
 class RankTurns:
     """The turns of `rank`, one of `ranks`, in backwards over `parameters`, which have numbers."""
 
-    def __init__(self, rank: int, ranks: int, parameters: int, words: TurnWords) -> None:
+    def __init__(self, rank: int, ranks: int, parameters: int, words: TurnWords, *, leaves_late: bool = False) -> None:
+        """`leaves_late`: late gradients are left to a backward of their own."""
         self._rank, self._all, self._words = rank, range(ranks), words
-        self._parameters = parameters
+        self._parameters, self._leaves_late = parameters, leaves_late
         self._usual: dict[int, int] = {}
         """By parameter, the most gradients that it has had in a backward."""
         self.backward = 0
         """The number of the backward that runs, or of the last one."""
         self._ends = False
+        self.is_of_late = False
+        """Whether the backward that runs is that of gradients that came late: no turn of it passes before its end."""
+        self.passes_unused = False
+        """Whether it has passed what no backward has given a gradient yet."""
         self._made, self._waiting, self._adding, self._late = (Counter[int]() for _ in range(4))
 
-    def begin(self) -> None:
-        """Enter a backward."""
+    def begin(self, *, is_of_late: bool = False) -> None:
+        """Enter a backward; `is_of_late`: that of gradients that came late in the last one."""
         self.backward += 1
-        self._ends = False
+        self._ends, self.is_of_late = False, is_of_late
         for count in (self._made, self._waiting, self._adding, self._late):
             count.clear()
+        self.passes_unused = self._leaves_late and not is_of_late and bool(self._words.filled.any())
+        if self.passes_unused:
+            self._words.passed[self._rank][self._words.filled == 0] = self.backward
         self._words.entered[self._rank] = self.backward
 
     def made(self, parameter: int) -> None:
         """Record that a gradient of `parameter` was made, and waits."""
         self._made[parameter] += 1
-        (self._late if self._has_passed(parameter) else self._waiting)[parameter] += 1
+        is_late = self._has_passed(parameter) or self._made[parameter] > self._most_of(parameter)
+        (self._late if is_late else self._waiting)[parameter] += 1
 
     def due(self) -> list[int]:
         """Return the parameters whose waiting gradients may be added now."""
@@ -64,7 +76,7 @@ class RankTurns:
         if not (self._waiting or self._late) or not self.all_entered():
             return []
         found = [parameter for parameter in self._waiting if self._is_turn(parameter)]
-        if not self._waiting and not self._adding and self._second_round():
+        if not self._leaves_late and not self._waiting and not self._adding and self._second_round():
             found += self._late
         return found
 
@@ -74,6 +86,10 @@ class RankTurns:
         count = (self._late if late else self._waiting).pop(parameter)
         self._adding[parameter] += count
         return count
+
+    def late(self) -> list[int]:
+        """Return the parameters with gradients that came late, and wait."""
+        return [*self._late]
 
     @property
     def waits(self) -> bool:
@@ -118,7 +134,7 @@ class RankTurns:
     def _publish(self) -> None:
         if self._ends and not (self._waiting or self._adding):
             self._words.ended[self._rank] = self.backward
-            if not self._late:
+            if self._leaves_late or not self._late:
                 self._words.finished[self._rank] = self.backward
 
     def _is_turn(self, parameter: int) -> bool:
@@ -138,5 +154,9 @@ class RankTurns:
         """Pass the turn of `parameter`, unless a gradient of it is on its way or may come."""
         if parameter in self._waiting or parameter in self._adding or self._has_passed(parameter):
             return
-        if self._ends or self._made[parameter] >= self._usual.get(parameter, _UNKNOWN):
+        if self._ends or self._made[parameter] >= self._most_of(parameter):
             self._words.passed[self._rank][parameter] = self.backward
+
+    def _most_of(self, parameter: int) -> int:
+        """Return how many gradients of `parameter` this backward adds before its end."""
+        return _UNKNOWN if self.is_of_late else self._usual.get(parameter, _UNKNOWN)
