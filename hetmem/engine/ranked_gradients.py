@@ -92,7 +92,11 @@ class RankedGradients:
             for managed in self._parameters:
                 if managed.parameter.grad is None and managed.grad_home is not None and is_held(managed):
                     leave_gradient_to_holders(managed, [])
-            self.tell()
+            if is_of_late:  # those show `p.grad` on the ranks that have made them, and are not at home yet
+                self.writes.tell()
+                self._ranks.words.has_gradient[self._ranks.rank] |= self._turns.filled()
+            else:
+                self.tell()
             self._ranks.waits.sign()
             self._turns.begin(is_of_late=is_of_late)
             if self._sums is not None:
@@ -151,7 +155,7 @@ class RankedGradients:
             late = {number: self._waiting.pop(number) for number in self._end_turns()}
             self.writes.refuse()
             of_any = self._sums is not None and self._sums.end(self._sink.loans.give_own)
-            self._show(filter(self._turns.is_filled, range(len(self._parameters))))
+            self._show(self._turns.filled().nonzero()[0])
         if of_any:
             self._add_late(late)
 

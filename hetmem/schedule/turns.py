@@ -100,6 +100,10 @@ class RankTurns:
         """Return whether the home of `parameter` has got a gradient in this backward."""
         return bool(self._words.filled[parameter] == self.backward)
 
+    def filled(self) -> Any:
+        """Return whether the home of each parameter has got a gradient in this backward, as an array."""
+        return self._words.filled == self.backward
+
     def arrived(self, parameter: int) -> None:
         """Record that a gradient of `parameter` has been added at home."""
         self._words.filled[parameter] = self.backward
