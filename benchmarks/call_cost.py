@@ -152,7 +152,11 @@ def costs(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tenso
             act()
             least[name] = min(least[name], time.thread_time() - start)
         optimizer.zero_grad()
-    calls = {name: counted(act)[1] for name, act in phases.items()}
+    rounds: list[dict[str, int]] = []
+    for _ in range(3):  # an update that ends late is ended by the step, in more calls
+        rounds.append({name: counted(act)[1] for name, act in phases.items()})
+        optimizer.zero_grad()
+    calls = min(rounds, key=lambda found: sum(found.values()))
     return {name: Cost(calls[name], least[name]) for name in phases}
 
 

@@ -38,6 +38,8 @@ class Threads:
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._count, self._name, self._patience, self._begin = count, name, patience, begin
         self._threads: list[threading.Thread] = []
+        self.submit: Callable[[Work], None] = self._queue.put
+        """Runs work, which must not raise, on one of the threads."""
         self.stop = weakref.finalize(self, _put_ends, self._queue, count)
         """Ends the threads once the queue is empty. No work may be submitted after it."""
         self.stop.atexit = False
@@ -61,10 +63,6 @@ class Threads:
                 _running.pop(thread, None)
                 raise
             self._threads.append(thread)
-
-    def submit(self, work: Work) -> None:
-        """Run `work`, which must not raise, on one of the threads."""
-        self._queue.put(work)
 
     def join(self) -> None:
         """Wait, after `stop`, until all have ended."""

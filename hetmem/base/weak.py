@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import is_not
 from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -22,6 +24,9 @@ def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
     return call
 
 
+_IS_THERE: Any = partial(is_not, None)
+
+
 class WeakList(Generic[T]):
     """A list of weak references, without duplicates. To iterate over a few takes a quarter of a `WeakSet`'s time."""
 
@@ -38,10 +43,7 @@ class WeakList(Generic[T]):
         self._references = [reference for reference in self._references if reference() not in (None, one)]
 
     def __iter__(self) -> Iterator[T]:
-        for reference in self._references:
-            one = reference()
-            if one is not None:
-                yield one
+        return filter(_IS_THERE, map(weakref.ref.__call__, self._references))
 
 
 class Referable:

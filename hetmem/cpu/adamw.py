@@ -104,7 +104,7 @@ class PreparedRuns:
     def __init__(self, runs: Sequence[Flats], own: Sequence[Sequence[slice] | None] = ()) -> None:
         """Prepare `runs`; `own`: of each the elements to update, in parts that end within no vector; None = all."""
         self._runs = [*runs]
-        self._threads = most_threads()
+        threads = most_threads()
         self._gradients = np.array([run[1].data_ptr() for run in runs])
         tables: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None], list[tuple[int, ...]]] = {}
         owners: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None], list[int]] = {}
@@ -130,7 +130,13 @@ class PreparedRuns:
                 )
                 owners.setdefault(kind, []).extend([number] * len(places))
         self._shared = [
-            (_verified_loop(*kind), np.array(table, np.int64), np.array(owners[kind]), *_samples(kind))
+            (
+                _verified_loop(*kind),
+                np.array(table, np.int64),
+                np.array(owners[kind]),
+                min(len(table), threads),
+                *_samples(kind),
+            )
             for kind, table in tables.items()
         ]
 
@@ -146,17 +152,16 @@ class PreparedRuns:
 
     def __call__(self, steps: Sequence[AdamWStep]) -> list[Task]:
         """Return the tasks for `steps`, one for each run."""
-        made: list[Task] = [partial(update_by_torch, steps[number], *tile) for number, _, tile in self._rest]
-        numbers = {step: at for at, step in enumerate(dict.fromkeys(steps))}
-        scalars = np.array([scalars_of(step) for step in numbers], np.float32)
-        which = None if len(numbers) == 1 else np.array([numbers[step] for step in steps])
-        for loop, table, owner, *samples in self._shared:
-            if which is not None:
-                table[:, 0] = which[owner]
-            elif len(scalars) == 1:
-                table[:, 0] = 0
+        made: list[Task] = []
+        for number, _, tile in self._rest:
+            made += (partial(update_by_torch, steps[number], *tile),)
+        distinct = (*dict.fromkeys(steps),)
+        alike, scalars = not distinct[1:], _table_of(distinct)
+        numbers = dict(zip(distinct, range(len(steps)), strict=False))
+        for loop, table, owner, tasks, *samples in self._shared:
+            table[:, 0] = 0 if alike else np.array([*map(numbers.__getitem__, steps)])[owner]
             task = SharedTiles(loop, (scalars, table, np.zeros(1, np.int64), *samples), self._runs)
-            made += [task] * min(len(table), self._threads)
+            made += (task,) * tasks
         return made
 
 
@@ -255,6 +260,12 @@ def scalars_of(step: AdamWStep) -> tuple[np.float32, ...]:
         np.float32(step.eps),
         np.float32(-(step.lr / (1 - step.beta1**step.step))),
     )
+
+
+@lru_cache(maxsize=16)
+def _table_of(steps: tuple[AdamWStep, ...]) -> Any:
+    """Return the `scalars_of` each of `steps`, as the rows of an array that nothing writes to."""
+    return np.array([*map(scalars_of, steps)], np.float32)
 
 
 # ---- The choice between loop and torch, and torch's kernel. ----

@@ -142,7 +142,7 @@ class Batch:
     """Tasks under way, handed out one by one to the threads that drain it."""
 
     def __init__(self, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> None:
-        self._tasks: Iterator[Task] = iter(tasks)
+        self._tasks = tasks
         self._after = after
         self.tasks = self._unfinished = len(tasks)
         self._begun = 0
@@ -181,16 +181,15 @@ class Batch:
     def run_one(self) -> bool:
         """Run a task that is not started yet; False if there is none."""
         with self._lock:
-            task = next(self._tasks, None)
+            at = self._begun
             self._begun += 1
-        if task is None:
+        if at >= self.tasks:
             return False
         error: BaseException | None = None
         try:
-            task()
+            self._tasks[at]()
         except BaseException as caught:  # `join` raises it, whatever it is
             error = caught
-        del task  # first: its memory must be free when the batch has ended
         with self._lock:
             self.error = self.error or error
             self._unfinished -= 1
@@ -200,7 +199,7 @@ class Batch:
         return True
 
     def _end(self) -> None:
-        after, self._after = self._after, None
+        after, self._after, self._tasks = self._after, None, ()  # their memory must be free when the batch has ended
         self.ended = time.perf_counter()
         self.done = True  # before `after` wakes a thread that checks it
         self._unended.release()
@@ -245,12 +244,12 @@ class WorkerPool:
         if threads is None:
             allowed = _allowed(self._cores)
             threads = max(1, (len(allowed - left_to_training(allowed)) + (len(allowed) > 1)) // processes)
-        self.threads = threads
+        self.threads, self._helpers = threads, max(1, threads - 1)
         self._lock = threading.Lock()
         self._workers = self._new_workers()
 
     def _new_workers(self) -> Threads:
-        return Threads(max(1, self.threads - 1), "hetmem-worker", begin=partial(_bind_this_thread, self._cores))
+        return Threads(self._helpers, "hetmem-worker", begin=partial(_bind_this_thread, self._cores))
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Run every task once and return when all have ended; tasks start in order, on any thread.
@@ -269,7 +268,8 @@ class WorkerPool:
         must not raise: its error becomes the batch's if no task failed, for later joins.
         """
         batch = Batch(tasks, after)
-        if not self._share(batch, min(max(1, self.threads - 1), len(tasks))):  # no thread could be started
+        helpers = self._helpers
+        if not self._share(batch, helpers if helpers < batch.tasks else batch.tasks):  # no thread could be started
             batch.drain()
         return batch
 

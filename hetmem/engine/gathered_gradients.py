@@ -100,8 +100,8 @@ class GatheredGradients:
         """Take `arrived`, a dense gradient of `weight`, which works for `managed`, one of `fresh`, and show its home.
         Return False, with nothing changed, if it is to be sent alone."""
         chunk = managed.chunk
-        gathered = self.chunks.get(chunk)
-        if gathered is None and (gathered := self._begin(managed, arrived)) is None:
+        gathered = self.chunks[chunk] if chunk in self.chunks else self._begin(managed, arrived)
+        if gathered is None:
             return False
         hides = chunk.hides
         if arrived.dtype is not gathered.dtype or hides is not gathered.hides:

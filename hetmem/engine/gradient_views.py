@@ -148,7 +148,7 @@ def open_hidden_homes(chunk: Chunk) -> None:
     share the storage of its `flat`, as the program cannot hold them. Without effect unless all have spare ones."""
     parameters, flat = chunk.parameters, chunk.flat(Role.GRAD)
     views: list[Any] = [None if each.grad_spare is None else each.grad_spare[1] for each in parameters]
-    if any(map(is_, views, repeat(None))) or not flat.is_cpu or 0 in map(_NUMEL, parameters):
+    if True in map(is_, views, repeat(None)) or not flat.is_cpu or 0 in map(_NUMEL, parameters):
         return
     places = map(_SHAPE, parameters), map(_STRIDE, parameters), map(_OFFSET, parameters)
     homes = [*map(torch.as_strided, repeat(flat), *places)]

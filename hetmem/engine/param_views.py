@@ -286,7 +286,7 @@ def are_held(used: Iterable[ManagedParameter], times: int = 0) -> bool:
     """Return whether more than `times` tensors have the memory of the device copy of any of `used`. In C alone."""
     views = [*map(_VIEW, used)]
     now, own = map(references, map(_STORAGE, views)), map(_REFERENCES, views)
-    return any(map(gt, now, map(add, own, repeat(times)) if times else own))
+    return True in map(gt, now, map(add, own, repeat(times)) if times else own)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

@@ -335,34 +335,31 @@ class Traffic:
         """Fetch nothing from the homes of the parameters of `chunks`, which other threads write, until `end_updates`.
         Drops their device copies, or with `keep_copies` leaves them to be remade. Returns the chunks that have one."""
         self.before_updates()
-        if not self.updating.isdisjoint(chunks):
-            for chunk in chunks:
-                self.wait_for_update(chunk)
-        self.updating.update(chunks)
+        for chunk in chunks if self.updating else ():
+            self.wait_for_update(chunk)
+        self.updating |= {*chunks}
         if self._events.observed:
             for chunk in chunks:
                 LOGGER.debug("update %s", chunk.label(Role.PARAM))
-        blocks = [block for block in map(_OPERAND_BLOCK, chunks) if block >= 0]
-        self.residency.suspend(blocks)
+        of_block = {
+            block: chunk for block, chunk in zip(map(_OPERAND_BLOCK, chunks), chunks, strict=True) if block >= 0
+        }
+        self.residency.suspend(of_block)
         try:
-            states = self.residency.states(blocks, DEVICE)
-            if CopyState.LOADING in states:
-                for block in blocks:
-                    self.has_copy(block)  # waits: nothing is dropped before, as commands are carried out in order
-                states = self.residency.states(blocks, DEVICE)
-            state_of = dict(zip(blocks, states, strict=True))
-            found = [chunk for chunk in chunks if state_of.get(chunk.operand_block) is CopyState.VALID]
-            if found and not keep_copies:
-                self.execute(self.residency.invalidate_all(map(_OPERAND_BLOCK, found), DEVICE))
+            for block in self.residency.in_state(of_block, CopyState.LOADING):
+                self.has_copy(block)  # waits: nothing is dropped before, as commands are carried out in order
+            valid = self.residency.in_state(of_block, CopyState.VALID)
+            if valid and not keep_copies and (commands := self.residency.invalidate_all(valid, DEVICE)):
+                self.execute(commands)
         except BaseException:
             self.end_updates(chunks)
             raise
-        return found
+        return [of_block[block] for block in valid]
 
     def end_updates(self, chunks: Iterable[Chunk], *, renew: Sequence[Chunk] = ()) -> None:
         """End `begin_updates`, and fetch copies of `renew` to the device again."""
-        self.updating.difference_update(chunks)
-        blocks = [block for block in map(_OPERAND_BLOCK, chunks) if block >= 0]
+        self.updating -= {*chunks}
+        blocks = {*map(_OPERAND_BLOCK, chunks)} - {-1}
         commands = self.residency.resume(blocks) if blocks else []
         if renew:
             commands += self.residency.prefetch(map(_OPERAND_BLOCK, renew), DEVICE)

@@ -26,6 +26,9 @@ _BLOCKS, _BYTES, _OWN_BYTES = attrgetter("blocks"), attrgetter("non_model_bytes"
 LEAST, MOST = 2, 64
 """The least and the most uses in a row."""
 
+BACKWARD_OF = "backward of "
+"""What a moment is called in which a backward uses a weight, as it was saved: this, and the weight's name."""
+
 
 class Together(list[ManagedParameter]):
     """Parameters that are used together, often the same ones: `blocks` are theirs, and `uses` says how many each has.
@@ -118,20 +121,20 @@ class UseRows:
         length = self._residency.still(at, MOST)
         if length < LEAST:
             return
-        known, rows = self._of.get(tracer.key, (None, {}))
-        if known is not trace:
-            self._of[tracer.key] = trace, (rows := {})
+        if tracer.key not in self._of or self._of[tracer.key][0] is not trace:
+            self._of[tracer.key] = trace, {}
+        rows = self._of[tracer.key][1]
         if (at, length) not in rows:
             rows[at, length] = self._find(trace.moments[at : at + length])
         row = rows[at, length]
-        if row is not None and held.keys().isdisjoint(row.used) and self.begin(row):
+        if row is not None and True not in map(held.__contains__, row.used) and self.begin(row):
             self.open = row
 
     def _find(self, moments: Sequence[Moment]) -> UseRow | None:
         """Return the longest row that begins with the first of `moments`; None if there is none."""
         used: dict[ManagedParameter, None] = {}
         for chunk in () if self._saved else self._memory.chunks:
-            self._saved.update((saved_operator(managed), managed) for managed in chunk.parameters)
+            self._saved.update((BACKWARD_OF + managed.name, managed) for managed in chunk.parameters)
         for moment in moments:
             managed = self._saved.get(moment.operator)
             if managed is None or managed in used or moment.blocks != (managed.chunk.operand_block,):
@@ -145,15 +148,15 @@ class UseRows:
         row, self.open = self.open, None
         if row is None:
             return []
-        before, last = row.used[: max(0, row.begun - 1)], row.used[max(0, row.begun - 1) : row.begun]
-        self.count(row, row.begun)
+        begun, over = row.begun, dict(row.used.uses)
+        before, last = (row.used[: begun - 1], row.used[begun - 1 : begun]) if begun else ([], [])
+        self.count(row, begun)
         if are_held(before) or [*map(_VERSION, before)] != [*map(_VERSION_SEEN, before)]:
-            before, last = [], row.used[: row.begun]
-        if over := Together((*before, *row.used[row.begun :])):
-            self._traffic.release_all(over.counted())
+            last = row.used[:begun]
+        for managed in last:
+            over[managed.chunk.operand_block] -= 1
+            if not over[managed.chunk.operand_block]:
+                del over[managed.chunk.operand_block]
+        if over:
+            self._traffic.release_all(over)
         return last
-
-
-def saved_operator(managed: ManagedParameter) -> str:
-    """Return what a moment is called in which a backward uses `managed`, as it was saved."""
-    return f"backward of {managed.name}"

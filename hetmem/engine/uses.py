@@ -19,7 +19,7 @@ from hetmem.engine.events import UNPACKED, EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic
-from hetmem.engine.use_rows import Together, UseRow, UseRows, saved_operator
+from hetmem.engine.use_rows import BACKWARD_OF, Together, UseRow, UseRows
 from hetmem.engine.write_check import WriteCheck, refused_data
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
@@ -250,7 +250,7 @@ class Uses:
             self.release_unheld()
         if not self._none_finished():
             self._traffic.executor.poll()
-        operator = saved_operator(managed)
+        operator = BACKWARD_OF + managed.name
         block = managed.chunk.operand_block
         usual = self._moment(operator, (block,))
         if managed in self._held:
@@ -338,7 +338,7 @@ class Uses:
 
     def begin_update(self, used: Collection[ManagedParameter]) -> None:
         """Have `used`, which are as hetmem left them and will be updated, rest, so that a use is seen."""
-        self._bindings.exposed.update(used)
+        self._bindings.exposed |= {*used}
         if self._bindings.away:
             self._bindings.watch_again(used)
 
@@ -363,7 +363,8 @@ class Uses:
         """End the row of saved weights that is open, if one is; of these the last one stays in use."""
         if last := self.rows.end_saved():
             self.release_unheld()
-            self._held.update(dict.fromkeys(last))
+            for managed in last:
+                self._held[managed] = None
 
     def release_unheld(self) -> None:
         """End the uses of copies that no tensor holds any more."""

@@ -34,7 +34,7 @@ from hetmem.schedule.trace import Tier
 _VERSION = attrgetter("_version")
 _COUNTED, _VERSION_SEEN = attrgetter("counter._version"), attrgetter("version")
 _OWN, _OWN_SEEN = attrgetter("__dict__"), attrgetter("own")
-_PARAMETERS = attrgetter("parameters")
+_PARAMETER, _PARAMETERS = attrgetter("parameter"), attrgetter("parameters")
 _TRAINS = attrgetter("parameter.requires_grad")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
     (_VERSION, _VERSION_SEEN),
@@ -139,7 +139,7 @@ class WriteCheck:
     @staticmethod
     def all_counted(parameters: list[ManagedParameter]) -> list[ManagedParameter]:
         """Return those of `parameters` that are `counted`. Runs for all before each forward and step, so in C."""
-        tensors = [managed.parameter for managed in parameters]
+        tensors = [*map(_PARAMETER, parameters)]
         exchanged = [*map(is_not, map(_OWN, tensors), map(_OWN_SEEN, parameters))]
         for shown, seen in _SHOWN_AND_SEEN:
             if [*map(shown, tensors)] != [*map(seen, parameters)]:
@@ -170,7 +170,7 @@ class WriteCheck:
         if found := self.all_counted(chunk.parameters):
             refuse_common_memory(self.touched.union(found), self._parameters)  # the others may be in other chunks
             self.by_users(found)
-        self.noticed.difference_update(map(id, chunk.parameters))
+        self.noticed -= {*map(id, chunk.parameters)}
 
     @staticmethod
     def counted(managed: ManagedParameter) -> bool:

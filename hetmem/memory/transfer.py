@@ -250,37 +250,31 @@ class TransferEngine:
 
         An interrupt that was held back is raised instead of waiting, and nothing is taken.
         """
-        if not wait:
-            return self._one()
-        HELD_BACK.raise_here()
-        while (finished := self._one()) is None:
+        if wait:
+            HELD_BACK.raise_here()
+        while True:
+            while not self._finished.empty():  # only this thread takes
+                finished = self._finished.get_nowait()
+                if finished is not _WOKEN:
+                    self._external -= finished.external
+                    return finished
+            if not wait:
+                return None
             if not self._external and self._copier.wait():
                 continue
             self._copier.poll()
             if self._finished.empty():
-                finished = HELD_BACK.wait(self._next, self._wake)
-                if finished not in (None, _WOKEN):  # before an interrupt, which would lose it
-                    return self._taken(finished)
+                awaited: Finished | None = HELD_BACK.wait(self._next, self._wake)
+                if awaited is not None and awaited is not _WOKEN:  # before an interrupt, which would lose it
+                    self._external -= awaited.external
+                    return awaited
                 HELD_BACK.raise_here()
-        return finished
-
-    def _one(self) -> Finished | None:
-        try:
-            while (finished := self._finished.get_nowait()) is _WOKEN:
-                pass
-        except queue.Empty:
-            return None
-        return self._taken(finished)
 
     def _next(self) -> Finished | None:
         patience = _POLL_SECONDS if self._copier.busy() else None  # a read's end must not wait for a copy's
         with contextlib.suppress(queue.Empty):
             return self._finished.get(timeout=patience)
         return None
-
-    def _taken(self, finished: Finished) -> Finished:
-        self._external -= finished.external
-        return finished
 
     def _wake(self) -> None:
         self._finished.put(_WOKEN)

@@ -309,8 +309,9 @@ def _count(updates: list[ParameterUpdate]) -> list[AdamWStep]:
     if not counts:
         found = [[_ready(state) for state in (update.state, *update.also)] for update in updates]
         counts = updates[0].counts = [*chain.from_iterable(found)]
+    ages, updates[0].ages = updates[0].ages or torch.stack(counts).tolist(), []
     torch_private.foreach_add(counts, 1)
-    steps, ages, at = list[AdamWStep](), torch.stack(counts).tolist(), 0
+    steps, at = list[AdamWStep](), 0
     group, age, scale = updates[0].group, ages[0], updates[0].grad_scale
     step = _step(group, age, scale)
     for update in updates:
@@ -318,14 +319,15 @@ def _count(updates: list[ParameterUpdate]) -> list[AdamWStep]:
             group, age, scale = update.group, ages[at], update.grad_scale
             step = _step(group, age, scale)
         steps += (step,)
-        at += 1 + len(update.also)
+        at += 1 + len(update.also) if update.also else 1
     return steps
 
 
 def _step(group: dict[str, Any], age: float, grad_scale: float) -> AdamWStep:
+    """Return the hyper-parameters of the step behind `age` others."""
     (beta1, beta2), maximize = group["betas"], bool(group["maximize"])
     return _step_of(
-        float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], int(age), maximize, grad_scale
+        float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], int(age) + 1, maximize, grad_scale
     )
 
 

@@ -88,7 +88,7 @@ class ChunkUpdate:
     @property
     def flats(self) -> list[torch.Tensor | None]:
         """The flat tensors over all homes of the chunks, as far as they were made. In C alone."""
-        return [*map(_FLAT, chain.from_iterable(map(dict.values, map(_HOMES, self.chunks))))]
+        return [*map(_FLAT, chain(*map(dict.values, map(_HOMES, self.chunks))))]
 
     def open_homes(self) -> None:
         """Open the roles that are not staged, at home."""

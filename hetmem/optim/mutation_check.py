@@ -46,15 +46,8 @@ class Arrivals:
         self._expected: dict[int, int] = {}
         """Counts after which the running backward has no more, if that is known: see `intercept.backward`."""
         self._sees_all = sees_all
-
-    def __bool__(self) -> bool:
-        """Return whether any gradient has arrived in this step."""
-        return bool(self._now)
-
-    @property
-    def learned(self) -> bool:
-        """Whether a step has shown how many gradients there are."""
-        return bool(self._most)
+        self.begun = self.learned = False
+        """Whether any gradient has arrived in this step, and whether a step has shown how many there are."""
 
     def expect(self, managed: ManagedParameter, more: int) -> None:
         """Expect `more` gradients of `managed` in the backward that begins."""
@@ -62,7 +55,7 @@ class Arrivals:
 
     def count(self, arrived: Iterable[ManagedParameter]) -> None:
         """Count a gradient of each of those that have `arrived`."""
-        now = self._now
+        now, self.begun = self._now, True
         for key in map(id, arrived):
             now[key] += 1
 
@@ -75,7 +68,7 @@ class Arrivals:
         expected. Runs for each chunk in each step: in C alone."""
         keys = [*map(id, managed)]
         now, usual = map(self._now.get, keys, repeat(0)), map(self._most.get, keys, repeat(self._most_of_any))
-        return all(map(ge, now, map(max, usual, map(self._expected.get, keys, repeat(0)))))
+        return False not in map(ge, now, map(max, usual, map(self._expected.get, keys, repeat(0))))
 
     def end_step(self, *, sees_all: bool) -> None:
         """Learn from the counts of the step that ends; another begins."""
@@ -83,7 +76,7 @@ class Arrivals:
             most = map(max, self._now.values(), map(self._most.get, self._now, repeat(0)))
             self._most |= zip(self._now, most, strict=True)
             self._most_of_any = max(self._most.values(), default=1)
-        self._sees_all = sees_all
+        self._sees_all, self.begun, self.learned = sees_all, False, bool(self._most)
         self._now.clear()
         self._expected.clear()
 

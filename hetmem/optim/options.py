@@ -26,7 +26,8 @@ class ParameterUpdate:
     parameter, rounded. `own`: the elements to update, in parts that end within no vector; None = all. A rule that
     `has_kernel` gets adjacent parameters of one group and step count as one; `also` has the states of the others. The
     rule gets the same objects in the next step as long as states, and tensors but `grad`, are the same, and may cache
-    what it derives from them in `counts` and `kernel` of the first.
+    what it derives from them in `counts` and `kernel` of the first. `ages`: the values of these `counts` before this
+    step, if they are known.
     """
 
     group: dict[str, Any]
@@ -41,6 +42,7 @@ class ParameterUpdate:
     own: Sequence[slice] | None = None
     also: Sequence[dict[str, Any]] = ()
     counts: list[torch.Tensor] = field(default_factory=list)
+    ages: list[float] = field(default_factory=list)
     kernel: Any = None
 
 

@@ -77,7 +77,7 @@ class States:
 
     def steps_all(self, parameters: Collection[ManagedParameter]) -> bool:
         """Return whether the optimizer steps all of `parameters`. In C alone."""
-        return [*map(_STEPPED_BY, parameters)].count(self.token) == len(parameters)
+        return {*map(_STEPPED_BY, parameters)} <= {self.token}
 
     def check(self, parameters: Iterable[ManagedParameter]) -> None:
         """Raise RuntimeError if another optimizer steps any of `parameters`; this one steps those that none did."""

@@ -131,19 +131,20 @@ class Stepper:
             self.refuse_corrupt()
         if self._sums_squares:
             self._squares.drop((managed,))
-        update = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
-        if update is not None and self.failed:
-            self.forget()  # the failed step is not repeated
-        elif update is not None and update.begun:
-            raise self._refusal(came_late(managed, self._optimizer, self._under_way))
-        elif update is not None:
-            self._drop(managed.chunk)  # its norm lacks this gradient
-        self.runtime.traffic.wait_for_update(managed.chunk)
+        if managed.chunk in self._progress and id(managed.parameter) in self._groups:
+            if self.failed:
+                self.forget()  # the failed step is not repeated
+            elif self._progress[managed.chunk].begun:
+                raise self._refusal(came_late(managed, self._optimizer, self._under_way))
+            else:
+                self._drop(managed.chunk)  # its norm lacks this gradient
+        if self.runtime.traffic.updating:
+            self.runtime.traffic.wait_for_update(managed.chunk)
 
     def arrived(self, together: list[ManagedParameter], whole: Iterable[tuple[ManagedParameter, torch.Tensor]]) -> None:
         """Count gradients of `together`, of one chunk, in flight home, and begin its update if they were the last.
         `whole`: see `GradientListener`."""
-        if not self._arrivals:
+        if not self._arrivals.begun:
             optimizer = self._optimizer
             self._groups = optimizer.groups_by_parameter()
             self._members = (self._all_members() or {}).get(self, {}) if self.begins_early else {}
@@ -175,7 +176,7 @@ class Stepper:
         """In the first step, which does not know how many gradients come, begin the updates of all chunks that have
         got one of each parameter, as host memory can keep no more; return whether there are any."""
         optimizer = self._optimizer
-        first = bool(self._arrivals) and not (self._arrivals.learned or self._hurries)
+        first = self._arrivals.begun and not (self._arrivals.learned or self._hurries)
         if not (first and self.begins_early) or optimizer.needs_all_gradients:
             return False
         self._hurries = True
@@ -261,7 +262,7 @@ class Stepper:
             return  # the step refuses it
         update = self._progress[chunk] = ChunkUpdate(members, self._options)
         self._passes.notice_states(chunk)
-        if optimizer.needs_all_gradients:
+        if self._sums_squares:
             self._add_sums(update)
         else:
             self.runtime.uses.begin_update(members.managed)  # so that a hook that reads one is refused

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise, repeat
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -40,11 +40,14 @@ class Prepared:
         updates: list[ParameterUpdate],
     ) -> None:
         self.updates = updates
-        self._members, self._flats = update.members, update.flats
-        self._gradient = update.chunk.flat(Role.GRAD)
-        self._entries, self._counts, self._sizes = entries, _counts(entries), [*map(len, entries)]
+        self._members, self._gradient = update.members, update.chunk.flat(Role.GRAD)
+        self._flats = [flat for flat in update.flats if flat is not self._gradient]
+        self._entries, self._sizes = entries, [*map(len, entries)]
+        self._counts: list[Any] = [entry.get("step") for entry in entries]
+        """None in the first step."""
         ends = [(update.parts[run.start].managed, update.parts[run.stop - 1].managed) for run in runs]
         self._places = [slice(first.offset, last.offset + last.numel) for first, last in ends]
+        self._starts = [run.start for run in runs]
         self._firsts = [run.start for run in runs for _ in range(run.start, run.stop)]
 
     def renew(self, update: ChunkUpdate) -> bool:
@@ -53,29 +56,30 @@ class Prepared:
         if update.members is not self._members or Role.GRAD not in update.chunk.homes:
             return False
         now = update.chunk.flat(Role.GRAD)
-        flats = update.flats
-        same = are_same(flats, self._flats) or self._follow(update, now, flats)
-        same = same and are_same(_counts(self._entries), self._counts) and [*map(len, self._entries)] == self._sizes
-        if not (same and all(map(_AT_HOME, update.parts))):
+        if not are_same([flat for flat in update.flats if flat is not now], self._flats):
+            return False
+        if now is not self._gradient and not self._follow(update, now):
+            return False
+        if False in map(is_, map(dict.get, self._entries, repeat("step")), self._counts):
+            return False
+        if [*map(len, self._entries)] != self._sizes or False in map(_AT_HOME, update.parts):
             return False
         ages = torch.stack(self._counts).tolist()
         if [*map(ages.__getitem__, self._firsts)] != ages:
             return False
         update.numbers = [*zip(self._counts, ages, strict=True)]
-        for first, each in zip(dict.fromkeys(self._firsts), self.updates, strict=True):
-            each.group, each.grad_scale = update.parts[first].group, update.scale
+        self.updates[0].ages = ages
+        for start, each in zip(self._starts, self.updates, strict=True):
+            each.group, each.grad_scale = update.parts[start].group, update.scale
         return True
 
-    def _follow(self, update: ChunkUpdate, now: torch.Tensor, flats: list[torch.Tensor | None]) -> bool:
-        """Take over that the gradients of `update`, of one chunk, are in other memory, `now`, than before, if nothing
-        else of its `flats` is: each loan may be of another buffer."""
+    def _follow(self, update: ChunkUpdate, now: torch.Tensor) -> bool:
+        """Take over that the gradients of `update` are in other memory, `now`, than before: each loan may be of another
+        buffer. False if they differ otherwise, or are of several chunks."""
         before = self._gradient
-        others = [flat for flat in self._flats if flat is not before]
-        if len(update.chunks) > 1 or now.dtype is not before.dtype or now.device != before.device:
+        if update.chunks[1:] or now.dtype is not before.dtype or now.device != before.device:
             return False
-        if not are_same([flat for flat in flats if flat is not now], others):
-            return False
-        self._gradient, self._flats = now, flats
+        self._gradient = now
         for place, each in zip(self._places, self.updates, strict=True):
             each.grad = now[place]
         return True
@@ -89,11 +93,6 @@ def _shared_sum_tasks(ranks: Ranks, managed: ManagedParameter, grad: torch.Tenso
     sums = elements(memory, torch.float64, -(-grad.numel() // RUN_ELEMENTS), 8 * first)
     tiles = managed.offset // TILE_ELEMENTS
     return square_sum_tasks(grad, sums, lambda tile: ranks.owns(chunk.spec.index, tiles + tile))[0], sums
-
-
-def _counts(entries: list[dict[str, Any]]) -> list[Any]:
-    """Return the step counts; None in the first step."""
-    return [*map(dict.get, entries, repeat("step"))]
 
 
 class Passes:
@@ -185,9 +184,10 @@ class Passes:
 
     def _begin(self, update: ChunkUpdate) -> list[ParameterUpdate]:
         """Return the rule's arguments for `update`, after saving everything that a failure must restore."""
-        prepared = self.prepared.get(update.chunk)
-        if prepared is not None and not update.staged and prepared.renew(update):
-            return prepared.updates
+        if update.chunk in self.prepared and not update.staged:
+            prepared = self.prepared[update.chunk]
+            if prepared.renew(update):
+                return prepared.updates
         update.open_homes()
         homes = {name for role in update.roles for name in (role.name, f"{role.name}_scale")}
         states = [self._states.of(part.managed) for part in update.parts]

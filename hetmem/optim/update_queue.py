@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from operator import attrgetter
 
 from hetmem.base.calls import call_all
@@ -33,6 +33,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         super().__init__(lambda update: update.chunk.spec.index)
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
         self._owner = owner  # returns the optimizer; a reference would be a cycle
+        self._on_end = weakly(self._ended)
         self._held: set[ChunkUpdate] = set()
         """Updates that have asked for the chunks that a save in the background has not written yet."""
         self._shared: list[tuple[Sequence[Chunk], Sequence[Chunk]]] = []
@@ -45,9 +46,9 @@ class Updates(HostUpdates[ChunkUpdate]):
         self._put(update)
         self._traffic.executor.keep(self._owner())
 
-    def _carry_out(self, command: Callable[[], None]) -> None:
+    def _advance(self, update: ChunkUpdate) -> None:
         with self._runtime.own_work():
-            super()._carry_out(command)
+            super()._advance(update)
 
     def finish(self) -> None:
         """Carry everything out, and compute tasks on this thread too. Raises the error of a transfer or task; updates
@@ -150,7 +151,10 @@ class Updates(HostUpdates[ChunkUpdate]):
     def _request(self, update: ChunkUpdate) -> None:
         asked: list[Role] = []
         homes = update.chunk.homes  # an update of several chunks stages nothing
-        update.staged = [role for role in update.needs if homes[role].tier is Tier.NVME]
+        update.staged = []
+        for role in update.needs:
+            if homes[role].tier is Tier.NVME:
+                update.staged += (role,)
         try:
             for role in update.staged:
                 self._traffic.ask_role(update.chunk, role, load=update.needs[role])
@@ -177,7 +181,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._close(update, failed=True)
             raise
         self._running.append(update)
-        tag = self._traffic.executor.expect(partial(weakly(self._ended), weakref.ref(update)))
+        tag = self._traffic.executor.expect(partial(self._on_end, weakref.ref(update)))
         update.began = self._runtime.events.now()
         update.batch = self._workers.begin(tasks, after=self._traffic.engine.reporter(tag))
 
@@ -199,31 +203,30 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._runtime.events.updates.append((_label(update), update.began, batch.ended))
             if self.idle:
                 self._traffic.executor.forget(self._owner())
-            self.pump()
+            else:
+                self.pump()
 
     def _close(self, update: ChunkUpdate, *, failed: bool) -> None:
         """Release all roles of `update` in reverse order, each of them whatever raises."""
         traffic, chunks = self._traffic, update.chunks
         roles = update.needs if failed else update.staged
-        back: list[Callable[[], object]] = [
-            partial(self._close_role, update, chunk, role, failed=failed)
-            for role in roles
-            for chunk in chunks
-            if role in chunk.homes
-        ]
+        back: list[Callable[[], object]] = []
+        for role, chunk in product(roles, chunks):
+            if role in chunk.homes:
+                back += (partial(self._close_role, update, chunk, role, failed=failed),)
         if failed and Role.COMPUTE in update.needs:
             back += [chunk.recast for chunk in chunks]  # parameters may be unchanged and their copies not
         if failed and update.detached and not update.corrupt:
-            back.append(partial(self._put, update))  # no step would repeat it
+            back += (partial(self._put, update),)  # no step would repeat it
         elif update.writes:
             renew = () if self._runtime.writes.handed_out else update.had_copies
             if self._runtime.memory.ranks is not None and not failed:
                 self._shared.append((chunks, renew))
             else:
-                back.append(partial(traffic.end_updates, chunks, renew=renew))
+                back += (partial(traffic.end_updates, chunks, renew=renew),)
         if update.writes and update.staged and not failed:
-            back.append(partial(traffic.write_back, [update.chunk.homes[role] for role in update.staged]))
-        back.append(partial(update.done, update, not failed))
+            back += (partial(traffic.write_back, [update.chunk.homes[role] for role in update.staged]),)
+        back += (partial(update.done, update, not failed),)
         update.opened = {}
         call_all(iter(back))
 

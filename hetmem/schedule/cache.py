@@ -209,7 +209,7 @@ class Cache:
         if self.schedule.absent:
             self.schedule.meet(blocks)
         if self.unused:
-            self.unused.difference_update(blocks)
+            self.unused -= {*blocks}
         self.touch_all(blocks)
 
     def _needed_on_either(self, block: int) -> int:

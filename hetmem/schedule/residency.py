@@ -78,10 +78,13 @@ class Residency:
         copies = self._caches[tier].copies
         return copies[block].state if block in copies else None
 
-    def states(self, blocks: Iterable[int], tier: Tier) -> list[CopyState | None]:
-        """Return the `state` of each of `blocks`."""
-        copies = self._caches[tier].copies
-        return [copies[block].state if block in copies else None for block in blocks]
+    def in_state(self, blocks: Iterable[int], state: CopyState) -> list[int]:
+        """Return those of `blocks` whose copy on the device is in `state`."""
+        copies, found = self._device.copies, list[int]()
+        for block in blocks:
+            if block in copies and copies[block].state is state:
+                found += (block,)
+        return found
 
     def copied(self, block: int) -> bool:
         """Return whether `block` has a copy in any state on any tier."""
@@ -225,12 +228,14 @@ class Residency:
         schedule = cache.schedule
         if schedule.position != at or schedule.absent or schedule.skipped or self._supply.waiting:
             return 0
-        end = min(at + most, cache.prefetch_at - 1, schedule.segment)
+        end = schedule.segment if schedule.segment < cache.prefetch_at else cache.prefetch_at - 1
+        if end > at + most:
+            end = at + most
         for use in range(at, end):
             for block in schedule.uses[use % schedule.count]:
                 if block not in copies or copies[block].state is not VALID:
                     return use - at
-        return end - at
+        return end - at if end > at else 0
 
     def lease(self, uses: Mapping[int, int]) -> None:
         """Acquire each block, whose copy on the device is VALID, as often as `uses` says, for uses that `pass_over`
@@ -335,7 +340,8 @@ class Residency:
                 copy.state = STALE
             else:
                 drop(block, cache, commands)
-        self._supply.serve(commands)
+        if self._supply.waiting:
+            self._supply.serve(commands)
         return commands
 
     def limit(self, tier: Tier, slots: int) -> list[Command]:
@@ -362,7 +368,8 @@ class Residency:
         """Let `blocks` come to the device again, and serve the requests that waited for their homes."""
         self._supply.resume(blocks)
         commands: list[Command] = []
-        self._supply.serve(commands)
+        if self._supply.waiting:
+            self._supply.serve(commands)
         self._supply.prefetch(self._caches[DEVICE], commands)
         return commands
 

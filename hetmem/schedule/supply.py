@@ -61,11 +61,11 @@ class Supply:
 
     def suspend(self, blocks: Iterable[int]) -> None:
         """Bring `blocks` to the device no more until `resume`: their homes are being rewritten."""
-        self._suspended.update(blocks)
+        self._suspended |= {*blocks}
 
     def resume(self, blocks: Iterable[int]) -> None:
         """Let `blocks` come to the device again."""
-        self._suspended.difference_update(blocks)
+        self._suspended -= {*blocks}
         self._caches[DEVICE].prefetch_at = 0
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
@@ -202,7 +202,8 @@ class Supply:
         if free < 0:
             return True
         sooner: dict[int, None] = {}
-        for blocks in schedule.between(schedule.position, min(schedule.position + schedule.count, schedule.barrier)):
+        end = schedule.position + schedule.count
+        for blocks in schedule.between(schedule.position, end if end < schedule.barrier else schedule.barrier):
             if block in blocks:
                 break
             for other in blocks:

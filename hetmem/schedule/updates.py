@@ -21,7 +21,6 @@ from abc import ABC, abstractmethod
 from bisect import insort_right
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -51,7 +50,10 @@ class HostUpdates(ABC, Generic[T]):
         return not (self._queue or self._opening or self._running)
 
     def _put(self, update: T) -> None:
-        insort_right(self._queue, update, key=self._number)
+        if self._queue:
+            insort_right(self._queue, update, key=self._number)
+        else:
+            self._queue = [update]
 
     @abstractmethod
     def _is_free(self, update: T) -> bool:
@@ -77,11 +79,15 @@ class HostUpdates(ABC, Generic[T]):
     def _run(self, update: T) -> None:
         """Carry out a command: compute `update`, which is open."""
 
-    def _carry_out(self, command: Callable[[], None]) -> None:
-        """Carry `command` out, and every command that is possible after it."""
-        following: Callable[[], None] | None = command
+    def _advance(self, update: T) -> None:
+        """Open or run `update`, which `_next` has returned, and all that it returns after that."""
+        following: T | None = update
         while following is not None:
-            following()
+            if self._opening and following is self._opening[0]:
+                self._releases = 0
+                self._run(self._opening.popleft())
+            else:
+                self._open(following)
             following = self._next()
 
     def pump(self) -> None:
@@ -90,21 +96,22 @@ class HostUpdates(ABC, Generic[T]):
             return
         self._pumping = True
         try:
-            if (command := self._next()) is not None:
-                self._carry_out(command)
+            if (update := self._next()) is not None:
+                self._advance(update)
         finally:
             self._pumping = False
 
-    def _next(self) -> Callable[[], None] | None:
-        """Return a command that is possible now: open an update, or run one; None if there is none."""
-        update = next(filter(self._is_free, self._queue), None) if self._may_open() else None
-        if update is not None:
-            return partial(self._open, update)
-        return self._run_first if self._opening and self._is_open(self._opening[0]) else None
+    def _next(self) -> T | None:
+        """Return a queued update that can open now, or the first that opens, if that can run; None if there is none."""
+        if self._queue and self._may_open():
+            for update in self._queue:
+                if self._is_free(update):
+                    return update
+        return self._opening[0] if self._opening and self._is_open(self._opening[0]) else None
 
     def _may_open(self) -> bool:
-        """Return whether an update may open; see note "openings"."""
-        if not self._queue or len((*self._opening, *self._running)) >= AT_ONCE:
+        """Return whether a queued update may open; see note "openings"."""
+        if (*self._opening, *self._running)[AT_ONCE - 1 :]:
             return False
         return not self._opening or self._has_slots(self._opening[-1])  # those before it had slots when it opened
 
@@ -116,10 +123,6 @@ class HostUpdates(ABC, Generic[T]):
             self._put(update)
             raise
         self._opening.append(update)
-
-    def _run_first(self) -> None:
-        self._releases = 0
-        self._run(self._opening.popleft())
 
     def give_way(self, *, again: bool) -> bool:
         """Release the roles of updates that are open and not running, for a transfer that needs their memory. Return
