@@ -66,6 +66,12 @@ PROMISES: dict[str, Mutation | str] = {
         "[parameter] >= self.backward for rank in self._all[:0])",
         "tests/ranks/test_turns.py::test_every_order_of_events_ends_with_sums_in_the_order_of_ranks[3]",
     ),
+    "an update of ranks begins with the sum of all": Mutation(
+        "ranks/updates.py",
+        "self._words.computed_parts[:, chunks] >=",
+        "self._words.computed_parts[self._rank, chunks] >=",
+        "tests/ranks/test_overlap.py::test_an_update_begins_with_the_sum_of_all_ranks_and_ends_with_the_tiles_of_all",
+    ),
     "write the file of one process, and load": Mutation(
         "checkpoint/save_load.py",
         "        self.file.read(own)\n",

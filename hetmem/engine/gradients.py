@@ -187,7 +187,7 @@ class GradientSink:
 
     def _take(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         parameter = managed.parameter
-        whole = [(managed, arrived)] if previous is None else []
+        whole = [(managed, arrived)] if previous is None and self.ranked is None else []
         if previous is None or is_home(previous, managed):
             try:
                 in_flight = self._send(managed, arrived, adds=previous is not None)
@@ -394,12 +394,12 @@ class GradientSink:
 
     def send_to(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> bool:
         """Do `_send` to `grad_home`."""
-        if self.ranked is not None:
-            return self.ranked.send(managed, arrived)
         chunk, traffic = managed.chunk, self.runtime.traffic
         assert managed.grad_home is not None
         if managed.grad_view is not None and not adds:
             managed.grad_view.begin(managed.grad_home)
+        if self.ranked is not None:
+            return self.ranked.send(managed, arrived)
         if traffic.engine.ordered and arrived.device != self.runtime.memory.device.torch_device:
             # Autograd copied the gradient to the host, not ordered behind an earlier one that may be in flight.
             traffic.gradients.wait()

@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter
 
 import torch
 
@@ -21,11 +20,17 @@ from hetmem.engine.machine_sums import MachineSums
 from hetmem.engine.ranked_writes import RankedWrites
 from hetmem.engine.sink import Sink
 from hetmem.engine.working_gradients import has_hooks_of_the_user
-from hetmem.memory.chunk import ManagedParameter, Role, without_graph
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, without_graph
+from hetmem.memory.hidden_gradient import HiddenGradient
 from hetmem.ranks.group import Ranks, not_yet
 from hetmem.schedule.turns import RankTurns
 
 _GRADIENT = attrgetter("parameter.grad")
+
+
+def _is_there(gradient: torch.Tensor | None) -> bool:
+    """Return whether `gradient` is one to add to: not None, nor the stand-in for one that the program has zeroed."""
+    return gradient is not None and not (type(gradient) is HiddenGradient and gradient.zeroed)
 
 
 class RankedGradients:
@@ -38,6 +43,9 @@ class RankedGradients:
         self._copies, self._device = weakref.ref(runtime.traffic.gradients), runtime.memory.device
         self._most_bytes = runtime.traffic.gradients.sends.most_bytes
         self._numbers = {managed: number for number, managed in enumerate(self._parameters)}
+        self._numbers_of: dict[Chunk, list[int]] = {}
+        for managed, number in self._numbers.items():
+            self._numbers_of.setdefault(managed.chunk, []).append(number)
         self.writes = RankedWrites(ranks, runtime.chunks, runtime.traffic)
         runtime.writes.refused = self.writes.refuse_in_compute
         machines = ranks.machines
@@ -61,7 +69,10 @@ class RankedGradients:
     def tell(self) -> None:
         """Tell the other ranks which parameters have a gradient, and what the program has written."""
         self.writes.tell()
-        has = [*map(is_not, map(_GRADIENT, self._parameters), repeat(None))]
+        if self.writes.pages:
+            listeners = self._sink.listeners
+            self.writes.refuse_in({managed.chunk for listener in listeners for managed in listener.begun()})
+        has = [*map(_is_there, map(_GRADIENT, self._parameters))]
         self._ranks.words.has_gradient[self._ranks.rank] = has
 
     def number_of(self, parameter: torch.Tensor) -> int:
@@ -153,11 +164,23 @@ class RankedGradients:
             if not self._compared:
                 self._compare_here()
             late = {number: self._waiting.pop(number) for number in self._end_turns()}
+            self.go_on()
             self.writes.refuse()
             of_any = self._sums is not None and self._sums.end(self._sink.loans.give_own)
             self._show(self._turns.filled().nonzero()[0])
         if of_any:
             self._add_late(late)
+
+    def are_home(self, chunk: Chunk) -> bool:
+        """Return whether all gradients of `chunk` that this rank has made are at home."""
+        numbers = self._numbers_of[chunk]
+        return self._waiting.keys().isdisjoint(numbers) and self._flying.keys().isdisjoint(numbers)
+
+    def go_on(self) -> None:
+        """Have optimizers begin what other ranks let begin by now, and advance what is under way."""
+        self._sink.runtime.traffic.executor.poll()
+        for listener in self._sink.listeners:
+            listener.go_on()
 
     def end_backwards_of_other_machines(self) -> None:
         """Take part, with no gradient, in backwards that other machines enter, until all have come to a step."""
@@ -216,16 +239,17 @@ class RankedGradients:
         """Show the gradients of parameters that other ranks have made."""
         with torch_private.NoFunctionsOfSubclasses():
             for managed in (self._parameters[number] for number in numbers):
-                if managed.parameter.grad is None:
+                if not _is_there(managed.parameter.grad):
                     if Role.GRAD not in managed.chunk.homes:
                         self._sink.loans.give_own(managed.chunk)
                     managed.open_grad_home()
-                    show_gradient(managed.parameter, managed.grad_home)
+                    hidden = managed.grad_view
+                    show_gradient(managed.parameter, managed.grad_home if hidden is None else hidden)
 
     def _wait(self, reached: Callable[[], bool], what: str) -> None:
-        copies, executor = self._copies(), self._sink.runtime.traffic.executor
+        copies = self._copies()
         assert copies is not None
-        self._ranks.waits.until(reached, what, executor.poll, busy=lambda: copies.under_way)
+        self._ranks.waits.until(reached, what, self.go_on, busy=lambda: copies.under_way)
 
     def _is_full(self) -> bool:
         """Return whether so many bytes wait that this thread does, unless all wait for the end of the backward."""
@@ -247,6 +271,8 @@ class RankedGradients:
                 for _ in range(self._flying.pop(number)):
                     turns.arrived(number)
                 went_on = True
+        if went_on:
+            self.go_on()  # before the others see that this backward has ended here
         for number in turns.due():
             if not self._compared:
                 self._compared = True

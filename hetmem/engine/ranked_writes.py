@@ -8,7 +8,7 @@ hashes of their private pages; each copies its share of them home, and all show 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -115,6 +115,20 @@ class RankedWrites:
             name = self._name(first + mapping.first_difference(pages[0]))
             mapping.show_home(pages)
             raise not_yet(f"a write of the program to {name} within a backward")
+
+    def refuse_in(self, begun: Container[Chunk]) -> None:
+        """Raise RuntimeError if the program has written to chunks whose updates of this step have `begun`; what it has
+        written is dropped."""
+        for page in self.pages:
+            if all(chunk not in begun for chunk, _, _ in self._homes_of([page])):
+                continue
+            mapping = self._ranks.pool.mapping
+            name = self._name(page * mmap.PAGESIZE + mapping.first_difference(page))
+            mapping.show_home(self.pages)
+            raise RuntimeError(
+                f"the program has written to {name}, or beside it, after updates had begun (overlap=): write before "
+                f"the backward or after step(), or set overlap='off'"
+            )
 
     def refuse_in_compute(self, managed: ManagedParameter) -> None:
         """Raise `ManageError` for a write of an operator to the device copy of `managed`; the home has not got it."""

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
+from hetmem.base.weak import WeakList
 from hetmem.engine.gradient_views import GradientLoans
 from hetmem.engine.gradient_watch import Flights
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.upward import Segments
+from hetmem.engine.upward import GradientListener, Segments
 from hetmem.memory.chunk import Chunk, ManagedParameter
 
 
@@ -25,6 +26,7 @@ class Sink(Protocol):
     notifies: bool
     parts: dict[ManagedParameter, Any]
     ranked: Any
+    listeners: WeakList[GradientListener]
 
     @property
     def tells(self) -> bool:

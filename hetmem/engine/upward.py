@@ -34,6 +34,9 @@ class GradientListener(Protocol):
         """Count gradients of `together`, of one chunk, in flight home; `whole`: those of parameters that have no others
         at home, as they are on the device."""
 
+    def go_on(self) -> None:
+        """Begin the updates that other ranks let begin by now, and advance those that are under way."""
+
     def lost(self, chunk: Chunk) -> None:
         """Begin no update of `chunk`: a gradient of it was sent and has not arrived."""
 

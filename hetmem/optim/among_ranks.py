@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,8 +14,12 @@ from hetmem.engine.ranked_gradients import RankedGradients
 from hetmem.errors import PeerError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
+from hetmem.memory.chunk import Chunk
+from hetmem.optim.chunk_update import ChunkUpdate
+from hetmem.optim.members import Members
 from hetmem.optim.options import Overlap
 from hetmem.optim.states import SteppingOptimizer
+from hetmem.optim.update_queue import numbers
 from hetmem.ranks.group import Ranks, not_yet
 from hetmem.ranks.words import fence
 
@@ -23,7 +29,7 @@ _NAMED = 20
 
 def refuse_options(optimizer: SteppingOptimizer) -> None:
     """Raise `ManageError` for an option of `optimizer` that a group of ranks does not have yet."""
-    if optimizer.overlap is not Overlap.OFF:
+    if optimizer.overlap is Overlap.FORWARD:
         raise not_yet(f"overlap={optimizer.overlap.value!r}")
 
 
@@ -34,6 +40,10 @@ class RankedSteps:
         gradients = interception.gradients.ranked
         assert gradients is not None, "it is made with the ranks"
         self._gradients, self._ranks, self._engine = gradients, ranks, interception.runtime.traffic.engine
+        self._settling: list[ChunkUpdate] = []
+        """Updates that this step has begun early, and whose gradients of this rank are not all at home."""
+        self._offered: list[ChunkUpdate] = []
+        """Those that wait for other ranks."""
 
     def place(self) -> AbstractContextManager[None]:
         """Return a context in which the other ranks know that this one is in a step."""
@@ -70,22 +80,69 @@ class RankedSteps:
             words.updating[own] -= 1
             raise
 
-    def end_updates(self) -> None:
+    def end_updates(self, have_all: Callable[[], bool]) -> None:
         """Wait until all ranks have changed their part of homes."""
         words, own = self._ranks.words, self._ranks.rank
         words.updated[own] = words.updating[own]
-        self._ranks.meet("the end of a step")
+        self._ranks.waits.sign()
+        self._ranks.waits.until(have_all, "the end of a step")
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have computed their part of `what`."""
         self._ranks.meet(what)
 
+    # ---- updates that begin in a backward ----------------------------------------------------------------------
+
+    def may_offer(self, optimizer: SteppingOptimizer, chunk: Chunk, members: Members) -> bool:
+        """Return whether the update of `members` of `chunk` may begin before the step does, once all ranks have offered
+        it: not if it needs all gradients, or those of other machines, nor if another optimizer updates a part of the
+        chunk."""
+        if self._ranks.machines is not None or optimizer.needs_all_gradients:
+            return False
+        return all(managed in members.managed for managed in chunk.parameters if managed.parameter.requires_grad)
+
+    def offer(self, update: ChunkUpdate) -> None:
+        """Have `update` begin once all ranks have offered it. This rank makes no more gradients of its chunk."""
+        self._settling.append(update)
+
+    def ready(self, *, all_there: bool = False) -> list[ChunkUpdate]:
+        """Return updates that may begin now, each once: those that all ranks have offered, or, as all are in a step,
+        all of this rank."""
+        settled = [update for update in self._settling if self._gradients.are_home(update.chunk)]
+        if settled:
+            self._settling = [update for update in self._settling if update not in settled]
+            self._offered += settled
+            self._ranks.updates.offer(numbers(update.chunk for update in settled))
+            self._ranks.waits.sign()
+        if not self._offered:
+            return []
+        if all_there:
+            ready, self._offered = self._offered, []
+            return ready
+        by_all = self._ranks.updates.offered_by_all(numbers(update.chunk for update in self._offered))
+        ready = [*compress(self._offered, by_all)]
+        if ready:
+            self._offered = [update for update in self._offered if update not in ready]
+        return ready
+
+    def give_up(self) -> tuple[list[ChunkUpdate], list[ChunkUpdate]]:
+        """Return, as all ranks give a step up, the updates that all have offered, which may have begun on others, and
+        those that have begun nowhere."""
+        self._ranks.meet("forget_step()", serve=_take_part)
+        begun = self.ready()
+        self._ranks.meet("what of a step has begun")
+        dropped, self._offered = self._offered, []
+        self._ranks.updates.withdraw(numbers(update.chunk for update in dropped))
+        return begun, dropped
+
 
 def _take_part() -> None:
-    """Take part in the backwards of other ranks over any model of this process."""
+    """Take part in the backwards of other ranks over any model of this process, and in the updates that they begin."""
     for interception in registry.interceptions():
-        if interception.gradients.ranked is not None and not interception.runtime.in_backward:
-            interception.gradients.ranked.take_part()
+        ranked = interception.gradients.ranked
+        if ranked is not None and not interception.runtime.in_backward:
+            ranked.take_part()
+            ranked.go_on()
 
 
 def _in_words(optimizer: SteppingOptimizer, gradients: RankedGradients, *, counts: bool) -> str:

@@ -292,6 +292,8 @@ class OffloadedOptimizer(Optimizer):
         failed half-way, so that a checkpoint must be loaded.
         """
         with self._turns("forget_step()"):
+            for stepper in self._steppers.values():
+                stepper.give_up()
             self.synchronize()
             try:
                 for stepper in self._steppers.values():

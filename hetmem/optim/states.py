@@ -353,12 +353,13 @@ def reserve_homes(
     """
     memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
     overlaps = memory.uses_copies and optimizer.overlap is not Overlap.OFF and not memory.resident
-    lends = overlaps and not optimizer.needs_all_gradients
+    lends = overlaps and memory.ranks is None and not optimizer.needs_all_gradients
+    narrows = overlaps and memory.ranks is None  # ranks add gradients of all in one home of full precision
     if not memory.resident:
-        check_room(memory, roles_of, name, lends=lends, narrow=overlaps)
+        check_room(memory, roles_of, name, lends=lends, narrow=narrows)
     for chunk, roles in roles_of.items():
         memory.expect(chunk, (Role.GRAD, *roles))
-    narrow = [chunk for chunk in roles_of if overlaps and chunk.may_be_narrow] if not lends else []
+    narrow = [chunk for chunk in roles_of if narrows and chunk.may_be_narrow] if not lends else []
     if lends:
         traffic.ensure_homes([chunk for chunk in roles_of if chunk in memory.unstaged], (Role.GRAD,))
         new = [chunk for chunk in roles_of if not (chunk.moved or chunk in memory.unstaged or memory.lends(chunk))]

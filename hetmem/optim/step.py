@@ -159,7 +159,17 @@ class Stepper:
             self._squares.add(whole)
         if (self._arrivals.learned or self._hurries) and self._complete(mine[0].chunk):
             self._begin_early(mine[0].chunk)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Begin the updates that other ranks let begin by now, and advance those that are under way."""
+        self._begin_ready()
+        self._updates.end_shared()
         self._updates.pump()
+
+    def _begin_ready(self, *, all_there: bool = False) -> None:
+        for update in () if self._ranked is None else self._ranked.ready(all_there=all_there):
+            self._add_update(update, 1.0)
 
     def backward_raised(self, error: BaseException) -> None:
         """Keep the text of `error`, which has ended a backward, for what this step refuses."""
@@ -255,6 +265,8 @@ class Stepper:
         optimizer = self._optimizer
         if self._sums_squares and self._squares.have(chunk):
             return
+        if self._ranked is not None and not self._ranked.may_offer(optimizer, chunk, self._members[chunk]):
+            return
         self.runtime.writes.notice_counted(chunk)  # later writes are refused
         members = self._members[chunk].with_gradients(type(optimizer).__name__)
         assert members is not None, "one has just arrived"
@@ -262,7 +274,11 @@ class Stepper:
             return  # the step refuses it
         update = self._progress[chunk] = ChunkUpdate(members, self._options)
         self._passes.notice_states(chunk)
-        if self._sums_squares:
+        if self._ranked is not None:
+            update.begun = True  # on another rank perhaps
+            self.runtime.uses.begin_update(members.managed)
+            self._ranked.offer(update)
+        elif self._sums_squares:
             self._add_sums(update)
         else:
             self.runtime.uses.begin_update(members.managed)  # so that a hook that reads one is refused
@@ -283,6 +299,7 @@ class Stepper:
         if self._ranked is not None:
             self._passes.notice(self.runtime.chunks)
             self._ranked.begin(self._optimizer)
+            self._begin_ready(all_there=True)
         with self._remembering_a_failure():
             unbegun = [chunk for chunk, update in self._progress.items() if not update.begun]
             self._passes.notice(unbegun)  # in others `found_changes` detects writes
@@ -368,8 +385,19 @@ class Stepper:
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
             if self._ranked is not None:
-                self._ranked.end_updates()
-                self._updates.end_shared()
+                self._ranked.end_updates(self._updates.end_shared)
+
+    def give_up(self) -> None:
+        """Finish the updates that have begun on any rank, as all ranks give up a step."""
+        if self._ranked is None or not self.begins_early:
+            return
+        begun, dropped = self._ranked.give_up()
+        for update in dropped:
+            update.begun = False
+        for update in begun:
+            self._add_update(update, 1.0)
+        self._carry_out()
+        self._ranked.end_updates(self._updates.end_shared)
 
     def skip(self) -> None:
         """End the work of a step without updates. Raises RuntimeError if one has begun."""
@@ -431,7 +459,7 @@ class Stepper:
         except BaseException:
             self.failed = True
             self._updates.cancel()
-            self._updates.end_shared()
+            self._updates.end_shared(abandoned=True)
             raise
 
     def forget(self) -> None:

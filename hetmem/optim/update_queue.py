@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, product
@@ -36,6 +36,8 @@ class Updates(HostUpdates[ChunkUpdate]):
         self._on_end = weakly(self._ended)
         self._held: set[ChunkUpdate] = set()
         """Updates that have asked for the chunks that a save in the background has not written yet."""
+        ranks = runtime.memory.ranks
+        self._of_ranks = None if ranks is None else ranks.updates
         self._shared: list[tuple[Sequence[Chunk], Sequence[Chunk]]] = []
         """Chunks of which other ranks may still compute a part, and those whose copies are to be fetched again."""
 
@@ -43,6 +45,8 @@ class Updates(HostUpdates[ChunkUpdate]):
         """Queue a pass of `update`."""
         if update.writes:
             update.had_copies = self._traffic.begin_updates(update.chunks)
+            if self._of_ranks is not None:
+                self._of_ranks.begin(numbers(update.chunks))
         self._put(update)
         self._traffic.executor.keep(self._owner())
 
@@ -70,12 +74,16 @@ class Updates(HostUpdates[ChunkUpdate]):
                 stuck = self._opening[0]
                 self.give_way(again=False)  # a read of it has failed: try once more
 
-    def end_shared(self) -> None:
-        """End updates of which all ranks have computed their part."""
-        ended, self._shared = self._shared, []
+    def end_shared(self, *, abandoned: bool = False) -> bool:
+        """End updates of which all ranks have computed their part, or all of them; return whether that is so of all."""
+        if self._of_ranks is None:
+            return True
         with self._runtime.own_work():
-            for chunks, renew in ended:
-                self._traffic.end_updates(chunks, renew=renew)
+            for each in [*self._shared]:
+                if abandoned or self._of_ranks.computed_by_all(numbers(each[0])):
+                    self._shared.remove(each)
+                    self._traffic.end_updates(each[0], renew=each[1])
+        return not self._shared
 
     def wait_for(self, chunk: Chunk) -> None:
         """Wait until no update computes with `chunk`; queued updates stay queued."""
@@ -177,6 +185,8 @@ class Updates(HostUpdates[ChunkUpdate]):
             update.opened = {update.chunk: asked}
         try:
             tasks = update.tasks(update)
+            if update.writes and self._of_ranks is not None:
+                tasks = self._of_ranks.counted(numbers(update.chunks), tasks)
         except BaseException:
             self._close(update, failed=True)
             raise
@@ -220,7 +230,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             back += (partial(self._put, update),)  # no step would repeat it
         elif update.writes:
             renew = () if self._runtime.writes.handed_out else update.had_copies
-            if self._runtime.memory.ranks is not None and not failed:
+            if self._of_ranks is not None and not failed:
                 self._shared.append((chunks, renew))
             else:
                 back += (partial(traffic.end_updates, chunks, renew=renew),)
@@ -242,6 +252,11 @@ class Updates(HostUpdates[ChunkUpdate]):
         return CapacityError(
             f"no room in host staging for {names} of chunk {update.chunk.spec.index} together: raise Budget(host=…)"
         )
+
+
+def numbers(chunks: Iterable[Chunk]) -> list[int]:
+    """Return the numbers of `chunks`, the same on all ranks."""
+    return [chunk.spec.index for chunk in chunks]
 
 
 def _label(update: ChunkUpdate) -> str:

@@ -11,6 +11,7 @@ from hetmem.errors import ManageError, PeerError
 from hetmem.ranks.figures import Figures
 from hetmem.ranks.memory import SharedPool
 from hetmem.ranks.saves import Saves
+from hetmem.ranks.updates import SharedUpdates
 from hetmem.ranks.waits import Waits, in_words, never
 from hetmem.ranks.words import Words
 
@@ -32,6 +33,7 @@ class Ranks:
         self.words, self.waits, self.pool = words, waits, pool
         self.saves = Saves(rank, words, waits)
         self.figures = Figures(words, rank)
+        self.updates = SharedUpdates(rank, words)
         self.machines = machines
 
     @property

@@ -31,7 +31,6 @@ from hetmem.ranks.words import Words
 
 T = TypeVar("T")
 _PATIENCE_SECONDS = 1800.0
-_HOMES_OF_A_CHUNK = 16
 
 
 class JoinedRanks:
@@ -98,9 +97,8 @@ class JoinedRanks:
         index = next(at for at, (_, ranks) in enumerate(machines) if self.rank in ranks)
         here = machines[index][1]
         first, own = here[0], self.rank - here[0]
-        rows = chunks * _HOMES_OF_A_CHUNK
         nbytes = max(mmap.PAGESIZE, home_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
-        sizes = len(here), parameters, rows, nbytes // mmap.PAGESIZE
+        sizes = len(here), parameters, chunks, nbytes // mmap.PAGESIZE
         skipped = round_up(Words(None, *sizes).nbytes, mmap.PAGESIZE)
         nonce, descriptor = secrets.randbits(62), -1
         if own == 0:

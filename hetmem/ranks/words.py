@@ -19,6 +19,7 @@ PLACE_BYTES, SAID_BYTES = 256, 4096
 """The longest text about where a rank is, and of what ranks compare."""
 _SAVES = 64
 """How many files of rank 0 the others may come late for."""
+_HOMES_OF_A_CHUNK = 16
 
 _FENCE = threading.Lock()
 
@@ -38,19 +39,21 @@ class Doing(IntEnum):
 
 class Words:
     """Arrays over `memory`, which is zero where a group begins, for `ranks` ranks and a model with so many `parameters`
-    whose homes take up to `homes` rows of the table, and so many `pages` of the system."""
+    in so many `chunks`, whose homes take so many `pages` of the system."""
 
-    def __init__(self, memory: memoryview | None, ranks: int, parameters: int, homes: int, pages: int = 0) -> None:
+    def __init__(self, memory: memoryview | None, ranks: int, parameters: int, chunks: int, pages: int = 0) -> None:
         """Lay the arrays out; without `memory` only `nbytes` is known."""
         self._memory, self.nbytes = memory, 0
         self.nonce = self._array((1,))
         """A number that no other group has."""
-        self.table = self._array((homes, 4))
+        self.table = self._array((chunks * _HOMES_OF_A_CHUNK, 4))
         """The table of homes: chunk, role, offset, bytes."""
         self.table_rows, self.home_bytes = self._array((1,)), self._array((1,))
         self.entered, self.ended, self.finished = (self._array((ranks,)) for _ in range(3))
         self.passed, self.filled = self._array((ranks, parameters)), self._array((parameters,))
         """See `schedule.turns`."""
+        self.offered, self.computed_parts = (self._array((ranks, chunks)) for _ in range(2))
+        """See `updates`."""
         self.met = self._array((ranks,))
         """How many meetings each rank has come to."""
         self.waiting, self.polls, self.signs = (self._array((ranks,)) for _ in range(3))

@@ -74,6 +74,8 @@ class Program:
     managed: dict[str, Any] = field(default_factory=dict)
     in_one_process: bool = False
     """Compared with hetmem in one process, not with plain torch."""
+    overlap: str = "off"
+    """Other modes show no gradients."""
     max_grad_norm: float | None = None
     loss_scale: float = 1.0
     writes: Callable[[Writes], None] | None = None
@@ -118,7 +120,8 @@ class Program:
         )
         clip: dict[str, Any] = {} if self.max_grad_norm is None else {"max_grad_norm": self.max_grad_norm}
         scale = {} if self.loss_scale == 1 else {"loss_scale": self.loss_scale}
-        optimizer: Any = self.ours(model.parameters(), lr=1e-2, **self.options, **clip, **scale)
+        overlap = {} if self.ours is _ADAMW else {"overlap": self.overlap}
+        optimizer: Any = self.ours(model.parameters(), lr=1e-2, **self.options, **clip, **scale, **overlap)
         found: dict[str, Tensor] = {}
         of_ranks: list[dict[str, Tensor]] = [{} for _ in runs]
         for step in range(self.steps):
@@ -142,6 +145,8 @@ class Program:
             found[f"losses {step}"] = torch.tensor(losses)
             if clip:
                 found[f"norm {step}"] = torch.tensor(optimizer.grad_norm)
+        if self.overlap != "off":
+            optimizer.zero_grad()
         found |= values(model, optimizer)
         for name in found:
             if name.endswith(".grad"):
@@ -199,6 +204,8 @@ class Program:
                 p.grad = shown.get(p)
             for rank in range(ranks):
                 found[rank][f"losses {step}"] = torch.tensor(losses[rank])
+        if self.overlap != "off":
+            optimizer.zero_grad()
         return [each | values(model, optimizer) for each in found]
 
     def _clip(self, gradients: list[Tensor], found: list[dict[str, Tensor]], step: int) -> float:
@@ -278,6 +285,8 @@ PROGRAMS = {
     "activations leave": Program(managed={"activations": "offload"}, mixed=torch.bfloat16),
     "copies are evicted": Program(chunk_bytes="64KiB", device_chunks="384KiB", steps=2),
     "bfloat16": Program(mixed=torch.bfloat16),
+    "overlap": Program(overlap="backward", steps=4, chunk_bytes="64KiB"),
+    "overlap, bfloat16": Program(overlap="backward", steps=4, mixed=torch.bfloat16),
     "checkpointed, chunks of several tiles": Program(
         words=9000, chunk_bytes="4MiB", device_chunks="12MiB", recomputes=True, steps=2, max_grad_norm=0.5
     ),
