@@ -75,6 +75,7 @@ POINTS = {
     "tasks that sum": "hetmem.optim.update_pass:Passes._sum_tasks",
     "tasks that update": "hetmem.optim.update_pass:Passes._update_tasks",
     "read from NVMe": "hetmem.memory.nvme_store:NvmeStore.read",
+    "tell other ranks": "hetmem.ranks.waits:Waits.sign",
 }
 """The functions that `around` and `failing` can wrap, by the names that tests use."""
 

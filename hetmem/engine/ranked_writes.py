@@ -61,7 +61,7 @@ class RankedWrites:
             return
         page = int((hashes != hashes[0]).any(axis=0).argmax())
         words.page_shown[self._ranks.rank] = self._ranks.pool.mapping.seen(page)
-        self._ranks.meet("what the program has written")
+        self._ranks.brought("what the program has written")
         differ = words.page_shown != words.page_shown[0]
         rank = int(differ.any(axis=1).argmax())
         first = self._ranks.waits.first
@@ -91,7 +91,7 @@ class RankedWrites:
             return
         ranks, mapping, pages = self._ranks, self._ranks.pool.mapping, self.pages
         mapping.bring_home(np.array_split(pages, ranks.count)[ranks.rank].tolist())
-        ranks.meet("the writes of the program at home")
+        ranks.brought("the writes of the program at home")
         mapping.show_home(pages)
         ranks.words.page_hashes[ranks.rank, pages] = 0
         self.pages = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetmem.cpu.workers import TILE_ELEMENTS
 from hetmem.errors import ManageError, PeerError
@@ -64,11 +64,17 @@ class Ranks:
 
     def summed(self) -> None:
         """Wait until all ranks have written their part of a sum of all machines; also within a meeting."""
-        summed, own = self.words.summed, self.rank
+        self._all_count(self.words.summed, "the sum of gradients of all machines")
+
+    def brought(self, what: str) -> None:
+        """Wait until all ranks have done `what` with the writes of the program; also within a meeting."""
+        self._all_count(self.words.brought, what)
+
+    def _all_count(self, counts: Any, what: str) -> None:
         self.waits.sign()
-        summed[own] += 1
-        number = int(summed[own])
-        self.waits.until(lambda: bool((summed >= number).all()), "the sum of gradients of all machines")
+        counts[self.rank] += 1
+        number = int(counts[self.rank])
+        self.waits.until(lambda: bool((counts >= number).all()), what)
 
     def together(self, what: str, do: Callable[[], T], said: Callable[[T], str] = str) -> T:
         """Return `do()`, once all ranks have done it. Raises its error, or `PeerError` for that of another rank, or if

@@ -59,8 +59,8 @@ class Words:
         self.waiting, self.polls, self.signs = (self._array((ranks,)) for _ in range(3))
         """Whether a rank waits for others and has nothing to do itself; how often it has looked since, and how often it
         has given a sign that it goes on."""
-        self.summed = self._array((ranks,))
-        """How many sums of all machines each rank has written its part of."""
+        self.summed, self.brought = self._array((ranks,)), self._array((ranks,))
+        """How many sums of all machines each rank has written its part of; how often it has waited for their writes."""
         self.late = self._array((ranks,))
         """The last backward in which each rank has made gradients that came late, for a backward of their own."""
         self.has_left, self.steps = self._array((ranks,)), self._array((ranks,))
