@@ -3,29 +3,31 @@ and `parked`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hetmem.base.units import format_size
-from hetmem.errors import DeviceOutOfMemoryError, ManageError
+from hetmem.errors import DeviceOutOfMemoryError, HetmemError, ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.device import out_of_memory
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.optim.optimizer import OffloadedOptimizer
 
-Model = torch.nn.Module | Sequence[torch.nn.Module]
+Model = torch.nn.Module | Sequence[torch.nn.Module | torch.optim.Optimizer]
 
 
 class _Left:
-    """What a parked model takes to the device again: chunks with homes there, and buffers."""
+    """What a parked model takes to the device again: chunks with homes there, and buffers. `refused_room_bytes`: what
+    the device has refused it until then; what it refuses others meanwhile, or waking, is no want of a step."""
 
-    def __init__(self, chunks: list[tuple[Chunk, bool]], buffers: list[torch.Tensor]) -> None:
-        self.chunks, self.buffers = chunks, buffers
+    def __init__(self, chunks: list[tuple[Chunk, bool]], buffers: list[torch.Tensor], refused_room_bytes: int) -> None:
+        self.chunks, self.buffers, self.refused_room_bytes = chunks, buffers, refused_room_bytes
 
 
 _LEFT: WeakKeyDictionary[Interception, _Left] = WeakKeyDictionary()
@@ -46,55 +48,73 @@ def park(model: Model, *, prepare: bool = False) -> None:
     no room, and free its slots and staging, so that others may have the device: no byte of the model stays there.
     `hetmem.report` says how long that took, and what torch's allocator keeps for tensors of the program.
 
-    `prepare=True` parks nothing: the host memory that parking is to take is touched, which the first park would do.
+    Host memory that homes go to is page-locked at the first time, and stays so: later ones, and waking, take as long as
+    the link. `prepare=True` parks nothing, and does that part alone.
 
     Weights, states and gradients stay readable at home, `state_dict` and `hetmem.save` work, and a forward, a backward
-    or a step raises `ManageError` until `unpark`. States of other optimizers than hetmem's stay where they are.
+    or a step raises `ManageError` until `unpark`. Optimizers of hetmem may be given with their models, whose homes
+    their states are; states of others stay where they are.
 
     Raises `ManageError`, with nothing parked, if a model is not managed or parked already, within a forward or
-    backward, between a forward and its backward, and if the program holds memory of the device that is to move
-    (`kept = p.data`); `BudgetError` if host memory and NVMe have no room within the budget for homes on the device.
+    backward, between a forward and its backward, if the program holds memory of the device that is to move
+    (`kept = p.data`), and for an optimizer that is not hetmem's; `BudgetError` if host memory and NVMe have no room
+    within the budget for homes on the device. An error that ends it in between is raised with the models awake, or, if
+    the device has no room for that, parked.
     """
     if prepare:
         for module in _modules(model):
             _prepare(module)
-        return
-    done = list[torch.nn.Module]()
-    try:
-        for module in _modules(model):
-            _park(module)
-            done.append(module)
-    except BaseException:
-        for module in done:
-            _unpark(module)
-        raise
+    else:
+        _for_all(_park, _modules(model), _unpark)
 
 
 def unpark(model: Model) -> None:
     """Take the device again for a `model`, or several, that `park` has moved off it: homes and buffers lie where they
     lay, and copies of weights come at their next use. Training goes on with the same bits.
 
-    Raises `DeviceOutOfMemoryError` if the device has no room, with the model still parked and readable; `ManageError`
-    if it is not parked.
+    Raises `DeviceOutOfMemoryError` if the device has no room, with all of them still parked and readable; `ManageError`
+    if one is not parked. After an error in between, of a copy, it may be called again.
     """
-    for module in _modules(model):
-        _unpark(module)
+    _for_all(_unpark, _modules(model), _park)
+
+
+@HELD_BACK
+def _for_all(
+    do: Callable[[torch.nn.Module], None], modules: list[torch.nn.Module], undo: Callable[[torch.nn.Module], None]
+) -> None:
+    """Do something for all `modules`, or, after an error, for none."""
+    done = list[torch.nn.Module]()
+    try:
+        for module in modules:
+            do(module)
+            done.append(module)
+    except BaseException:
+        for module in done:
+            with suppress(HetmemError):  # it stays, and says what it is at its next use
+                undo(module)
+        raise
 
 
 def _modules(model: Any) -> list[torch.nn.Module]:
     found: list[Any] = [model] if isinstance(model, torch.nn.Module) else list(model)
     for each in found:
-        if not isinstance(each, torch.nn.Module):
+        if isinstance(each, torch.optim.Optimizer) and not isinstance(each, OffloadedOptimizer):
+            raise ManageError(
+                f"states of {type(each).__module__}.{type(each).__name__} are not hetmem's, and stay where they are: "
+                f"park the model without it"
+            )
+        if not isinstance(each, (torch.nn.Module, OffloadedOptimizer)):
             raise ManageError(f"expected a managed model, or several, got {type(each).__name__}")
-    return found
+    return [each for each in found if isinstance(each, torch.nn.Module)]
 
 
 @HELD_BACK
 def _park(module: torch.nn.Module) -> None:
     interception = registry.of_module(module)
     runtime, name = interception.runtime, type(module).__name__
+    statistics, device = runtime.statistics, runtime.memory.device
     registry.refuse_of_ranks(module.parameters(), "hetmem.park")
-    began = runtime.events.now()
+    began, prepared = runtime.events.now(), statistics.prepare_seconds
     with runtime.turn.held("hetmem.park", interception.gradients.is_whole):
         if interception in _LEFT:
             raise ManageError(f"{name} is parked already")
@@ -112,34 +132,55 @@ def _park(module: torch.nn.Module) -> None:
                 f"a forward made): run the backward, or drop the loss, before hetmem.park"
             )
         runtime.forget_copies()
-        homes = interception.share.leave()
-        runtime.room.free_slots()
-        device = runtime.memory.device
         buffers = [] if device.watched else [each for each in module.buffers() if each.device == device.torch_device]
-        for buffer in buffers:
-            buffer.data = buffer.data.cpu()
-        runtime.bindings.free_stand_ins()
-        device.give_back()
-        runtime.statistics.parked_kept_bytes = 0 if device.watched else device.kept_bytes()
-        runtime.statistics.parked_used_bytes = 0 if device.watched else device.allocated_bytes()
-        _LEFT[interception] = _Left(homes, buffers)
+        refused = runtime.room.shortage.refused_room_bytes
+        _LEFT[interception] = _Left(interception.share.leaving(), buffers, refused)
         runtime.turn.parked = True
-        runtime.statistics.parks += 1
-        runtime.statistics.park_seconds += runtime.events.now() - began
+        try:
+            _leave(interception, _LEFT[interception])
+        except BaseException:
+            with suppress(torch.OutOfMemoryError):  # else it stays parked
+                _take_again(interception, _LEFT[interception])
+            raise
+        statistics.parks += 1
+        statistics.park_seconds += runtime.events.now() - began - (statistics.prepare_seconds - prepared)
+
+
+def _leave(interception: Interception, left: _Left) -> None:
+    runtime = interception.runtime
+    statistics, device = runtime.statistics, runtime.memory.device
+    interception.share.leave(left.chunks)
+    runtime.room.free_slots()
+    for buffer in left.buffers:
+        buffer.data = buffer.data.cpu()
+    runtime.bindings.free_stand_ins()
+    device.give_back()
+    statistics.parked_kept_bytes = 0 if device.watched else device.kept_bytes()
+    statistics.parked_used_bytes = 0 if device.watched else device.allocated_bytes()
+
+
+def _take_again(interception: Interception, left: _Left) -> None:
+    """End `_leave`, also one that an error has ended. Raises torch.OutOfMemoryError, with the model parked."""
+    runtime = interception.runtime
+    runtime.bindings.make_stand_ins()
+    interception.share.come_back(left.chunks)
+    for buffer in left.buffers:
+        buffer.data = buffer.data.to(runtime.memory.device.torch_device)
+    runtime.room.shortage.refused_room_bytes = left.refused_room_bytes
+    del _LEFT[interception]
+    runtime.turn.parked = False
 
 
 @HELD_BACK
 def _prepare(module: torch.nn.Module) -> None:
     interception = registry.of_module(module)
-    memory = interception.runtime.memory
     registry.refuse_of_ranks(module.parameters(), "hetmem.park")
     with interception.runtime.turn.held("hetmem.park"):
         if interception in _LEFT:
             raise ManageError(f"{type(module).__name__} is parked already")
         chunks = [chunk for chunk in interception.runtime.chunks if chunk.moved]
-        memory.lent.touch(memory.borrow_way_back(chunks))
-        for chunk in chunks:
-            memory.end_way_back(chunk)
+        interception.share.prepare(chunks)
+        interception.share.end_prepared(chunks)
 
 
 @HELD_BACK
@@ -150,18 +191,12 @@ def _unpark(module: torch.nn.Module) -> None:
         left = _LEFT.get(interception)
         if left is None:
             raise ManageError(f"{name} is not parked")
-        device = runtime.memory.device
         try:
-            runtime.bindings.make_stand_ins()
-            interception.share.come_back(left.chunks)
-            for buffer in left.buffers:
-                buffer.data = buffer.data.to(device.torch_device)
+            _take_again(interception, left)
         except torch.OutOfMemoryError as error:
             needed = sum(chunk.home_nbytes(role) for chunk, _ in left.chunks for role in chunk.homes)
             raise DeviceOutOfMemoryError(
-                f"{out_of_memory(device)}: {name} stays parked, as its homes on the device take {format_size(needed)} "
-                f"and others have not given that back"
+                f"{out_of_memory(runtime.memory.device)}: {name} stays parked, as its homes on the device take "
+                f"{format_size(needed)} and others have not given that back"
             ) from error
-        del _LEFT[interception]
-        runtime.turn.parked = False
         runtime.statistics.wake_seconds += runtime.events.now() - began

@@ -38,7 +38,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "The same after `hetmem.park`": Mutation(
         "placing/rehome.py",
-        "                    self._copy(Link.HOST_TO_DEVICE, chunk, role, into[role], home.memory)\n",
+        "                    self._copy(Link.HOST_TO_DEVICE, chunk, role, into[role], chunk.homes[role].memory)\n",
         "                    pass\n",
         "tests/test_parking.py::test_training_goes_on_with_the_bits_of_a_run_without[whole-fp32-off]",
     ),

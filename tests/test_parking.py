@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
-from hetmem.errors import BudgetError, ManageError
+from hetmem.errors import BudgetError, DeviceOutOfMemoryError, ManageError
 from tests.engine import harness
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -224,3 +225,66 @@ def test_hundreds_of_cycles_beside_another_owner_of_the_device_change_no_bit(tmp
         assert bool((taken == number).all())
     assert len(free) == 1, "memory is flat"
     assert all(map(torch.equal, state(left, optimizers[0]), state(right, optimizers[1])))
+
+
+def nbytes_of(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_parking_and_waking_take_as_long_as_the_link_once_host_memory_is_ready(tmp_path: Path) -> None:
+    """Each byte crosses once, each way."""
+    device = hetmem.SimDevice(host_to_device="40MB", device_to_host="40MB")
+    model = hetmem.manage(build(), hetmem.Budget(**PLACES["whole"]), device=device, chunk_bytes="128KiB")
+    optimizer = hetmem.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, 0)
+    hetmem.park(model, prepare=True)
+    nbytes, told = [testing.of(model).link_bytes()], [hetmem.report(model).to_dict()["between_steps"]]
+    for _ in range(3):
+        with hetmem.parked(model):
+            pass
+        nbytes.append(testing.of(model).link_bytes())
+        told.append(hetmem.report(model).to_dict()["between_steps"])
+    for link, seconds in (("device_to_host", "park_seconds"), ("host_to_device", "wake_seconds")):
+        moved = nbytes[1][link] - nbytes[0][link]
+        assert (
+            3 * nbytes_of(model) <= moved <= sum(sum(chunk.home_bytes.values()) for chunk in testing.of(model).chunks())
+        )
+        took = min(after[seconds] - before[seconds] for before, after in itertools.pairwise(told))
+        assert moved / 40e6 <= took <= moved / 40e6 + 0.05, link
+
+
+def test_optimizers_may_be_given_with_their_models(tmp_path: Path) -> None:
+    model, other = (managed("whole", tmp_path) for _ in range(2))
+    optimizer = hetmem.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, 0)
+    with hetmem.parked([model, optimizer, other]):
+        assert testing.of(model).memory().device_home_bytes == testing.of(other).memory().device_home_bytes == 0
+    step(model, optimizer, 1)
+    with pytest.raises(ManageError, match=r"states of torch\.optim\.\S*SGD are not hetmem's"):
+        hetmem.park([model, torch.optim.SGD(other.parameters(), lr=0.1)])
+    step(model, optimizer, 2)
+
+
+def test_of_several_models_all_wake_or_none_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [managed("whole", tmp_path) for _ in range(2)]
+    optimizer = hetmem.AdamW(models[0].parameters(), lr=1e-2)
+    step(models[0], optimizer, 0)
+    hetmem.park(models)
+    expected, owner, left = state(models[0], optimizer), type(harness.DEVICE()), [len(homes(models[0])) * 3 + 1]
+    allocate = owner.allocate
+
+    def refuse(device: Any, nbytes: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("others have it")
+        return allocate(device, nbytes)
+
+    monkeypatch.setattr(owner, "allocate", refuse)
+    with pytest.raises(DeviceOutOfMemoryError, match="stays parked"):
+        hetmem.unpark(models)
+    assert left[0] < 0
+    monkeypatch.undo()
+    assert [testing.of(model).memory().device_home_bytes for model in models] == [0, 0]
+    assert all(map(torch.equal, state(models[0], optimizer), expected))
+    hetmem.unpark(models)
+    step(models[0], optimizer, 1)

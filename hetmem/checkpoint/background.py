@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -29,6 +30,9 @@ from hetmem.errors import CheckpointError, ManageError
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, RawMemory, Role, address_of, elements
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.nvme_store import NvmeStore
+
+_YIELD_SECONDS = 0.002
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +62,8 @@ class SaveHandle:
         self._wanted: deque[Chunk] = deque()
         self._calls: list[tuple[set[Chunk], Callable[[], object]]] = []
         self._last_calls: list[Callable[[], object]] = []
+        self._stores = list[NvmeStore]()
+        """Where homes are, if they are on drives."""
         self._error: BaseException | None = None
         self._nbytes, self._began = nbytes, time.monotonic()
 
@@ -117,11 +123,12 @@ class SaveHandle:
         its place, or, after an error, removes it; once this has returned, that is done here. `of`: the models."""
         helpers, own = list[threading.Thread](), ExitStack()
         models = [each.outgoing for each in of]
+        self._stores = [each.memory.store for each in of if each.memory.store is not None]
         last = self._thread(lambda: self._run(helpers, finish, own, models))
         with HELD_BACK:
             try:
                 for _ in range(THREADS - 1):
-                    helper = self._thread(self._write_blocks)
+                    helper = self._thread(partial(self._write_blocks, yields=len(helpers) > 0))
                     helper.start()
                     helpers.append(helper)
                 own.push(file.pop_all())
@@ -173,12 +180,13 @@ class SaveHandle:
                 call()
 
     @torch.no_grad()
-    def _write_blocks(self) -> None:
-        """Write one block after the other, those of chunks that are waited for first."""
+    def _write_blocks(self, *, yields: bool = False) -> None:
+        """Write one block after the other, those of chunks that are waited for first. `yields`: no others while homes
+        are moved to or from a drive, which a step may wait for."""
         buffer = BlockBuffer()
         try:
             with own_stream(piece.view for of in self._pieces.values() for piece in of):
-                while (taken := self._take()) is not None:
+                while (taken := self._take(yields=yields)) is not None:
                     chunk, piece, number = taken
                     block = piece.stored.blocks()[number]
                     start = self._data_start + piece.stored.start
@@ -187,7 +195,9 @@ class SaveHandle:
         except BaseException as error:
             self._fail(error)
 
-    def _take(self) -> tuple[Chunk, PieceAtHome, int] | None:
+    def _take(self, *, yields: bool) -> tuple[Chunk, PieceAtHome, int] | None:
+        while yields and self._queues and not self._wanted and any(store.is_busy for store in self._stores):
+            time.sleep(_YIELD_SECONDS)
         with self._lock:
             while self._wanted and self._wanted[0] not in self._queues:
                 self._wanted.popleft()

@@ -350,6 +350,8 @@ class Statistics(DevicePeaks):
 
     steps: int = 0
     parks: int = 0
+    prepare_seconds: float = 0.0
+    """How long it took to page-lock the host memory that parking takes; in no other number."""
     park_seconds: float = 0.0
     wake_seconds: float = 0.0
     """How often the model was parked, and how long moving off the device and back took in all."""

@@ -66,7 +66,8 @@ class Memory:
     nvme_directories: list[Path] = field(default_factory=list)
     _parked: NvmeStore | None = None
     """The drive of a model that uses none but while it is parked."""
-    _pinned: bool = False
+    _page_locks: tuple[int, Callable[[], None]] | None = None
+    """The first byte of host memory that is page-locked, as all behind it are, and the one of `pins` that ends that."""
     device_home_bytes: int = 0
     bound_to_device: bool = False
     """Whether another optimizer than hetmem's has stepped, whose states would stay where parameters were."""
@@ -113,9 +114,26 @@ class Memory:
 
     def page_lock(self) -> None:
         """Page-lock host memory, if copies use it and it is not locked yet. Raises what `Device.pin` does."""
-        if self.copied and not self._pinned:
-            self._pinned = True
-            self.pins.append(self.device.pin(self.host_pool.mapping))
+        if self.copied:
+            self._page_lock_from(0)
+
+    def page_lock_way_back(self, borrowed: Iterable[Home]) -> None:
+        """Page-lock the host memory of `borrowed`, and all behind it, which is lent first. Raises as `page_lock`."""
+        start = self.host_pool.mapping.address
+        if starts := [address_of(home.memory) - start for home in borrowed if home.tier is Tier.HOST]:
+            self._page_lock_from(min(starts))
+
+    def _page_lock_from(self, start: int) -> None:
+        """Page-lock host memory from byte `start` on, in one piece, as a copy must not cross two."""
+        if self._page_locks is not None:
+            first, unpin = self._page_locks
+            if first <= start:
+                return
+            self._page_locks = None
+            self.pins.remove(unpin)
+            unpin()
+        self.pins.append(self.device.pin(self.host_pool.mapping, start))
+        self._page_locks = start, self.pins[-1]
 
     def parameters(self) -> Iterator[ManagedParameter]:
         """Yield the parameters whose values have been moved to their homes by now."""
@@ -229,20 +247,19 @@ class Memory:
 
     def _settle(self, chunk: Chunk, role: Role, memory: RawMemory) -> Home:
         """Make `memory`, on the device, the home of `role`."""
-        home = chunk.homes[role] = Home(Tier.DEVICE, memory)
-        nbytes = chunk.home_nbytes(role)
+        home, nbytes = Home(Tier.DEVICE, memory), chunk.home_nbytes(role)
         self._device_ranges.append(_range(memory, nbytes))
         self.device_home_bytes += nbytes
         self._staying_bytes += nbytes * (chunk in self.staying)
+        chunk.homes[role] = home
         return home
 
     def _unsettle(self, chunk: Chunk, role: Role) -> Home:
-        home = chunk.homes.pop(role)
-        nbytes = chunk.home_nbytes(role)
+        home, nbytes = chunk.homes[role], chunk.home_nbytes(role)
         self._device_ranges.remove(_range(home.memory, nbytes))
         self.device_home_bytes -= nbytes
         self._staying_bytes -= nbytes * (chunk in self.staying)
-        return home
+        return chunk.homes.pop(role)
 
     # ---- homes that move to the device and back ----------------------------------------------------------------
 

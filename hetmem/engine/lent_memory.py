@@ -6,12 +6,8 @@ It knows bytes, and which homes lie in them; whose homes they are is `engine.hom
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
-
-from hetmem.memory.chunk import Home, RawMemory, elements
-from hetmem.memory.host_memory import PAGE_BYTES, HostPool, Loan
+from hetmem.memory.chunk import Home, RawMemory
+from hetmem.memory.host_memory import HostPool, Loan
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.gradients import Lending
 from hetmem.schedule.trace import Tier
@@ -102,12 +98,6 @@ class LentMemory:
         home = Home(Tier.NVME, loan.memory[:nbytes], extent=loan.extent)
         self._on_drive[home] = loan
         return home
-
-    def touch(self, lent: Iterable[Home]) -> None:
-        """Have the host memory of `lent`, in which nothing lies yet, be there, as its first use would."""
-        for home in lent:
-            if home.tier is Tier.HOST:
-                elements(home.memory, torch.uint8, home.memory.nbytes)[::PAGE_BYTES].zero_()
 
     @property
     def activation_bytes(self) -> int:

@@ -12,13 +12,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
 from hetmem.base.threads import process_ends
-from hetmem.base.units import format_size, parse_size
+from hetmem.base.units import format_size, parse_size, round_down
 from hetmem.base.warning import warn_user
 from hetmem.cuda.backend import Backend, backend
 from hetmem.cuda.dequantise import Parts, dequantise_parts
@@ -87,23 +88,25 @@ class CudaDevice(Device):
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device))
         return int(min(free + torch.cuda.memory_reserved(self.torch_device), allowed) * self.SHARE)
 
-    def pin(self, host: Mapping) -> Callable[[], None]:
-        """Register `host` with the driver, exactly as long as it is; return a function that undoes it.
+    def pin(self, host: Mapping, start: int = 0) -> Callable[[], None]:
+        """Register `host` from byte `start` (of a page) on with the driver, exactly as long as it is; return a function
+        that undoes it.
 
         Its pages are populated first, new ones in the memory nearest to this GPU; raises `CapacityError` if the machine
         has too few. If registering is refused (a limit of locked memory, a container), copies still work, several times
         slower, and a warning says so.
         """
-        host.populate(self.cores)
+        host.populate(self.cores, start)
         with torch.cuda.device(self.torch_device):
-            locks = PageLocks(torch.cuda.cudart(), host)
+            locks = PageLocks(torch.cuda.cudart(), host, start)
         if locks.error:
             with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next launch: this one
                 torch.zeros(1, device=self.torch_device)
             self._refused = (
-                f"the driver refused to page-lock {format_size(host.nbytes - locks.nbytes)} of "
-                f"{format_size(host.nbytes)} of host memory (CUDA error {locks.error}): copies to and from the GPU "
-                f"will be several times slower there. {_locked_memory_advice(host.nbytes)}, or lower Budget(host=…)"
+                f"the driver refused to page-lock {format_size(locks.wanted_bytes - locks.nbytes)} of "
+                f"{format_size(locks.wanted_bytes)} of host memory (CUDA error {locks.error}): copies to and from the "
+                f"GPU will be several times slower there. {_locked_memory_advice(locks.wanted_bytes)}, or lower "
+                f"Budget(host=…)"
             )
             warn_user(self._refused)
         self._page_locks.append(locks)
@@ -249,18 +252,19 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU
 
 
 class PageLocks:
-    """The pieces of `host` that are page-locked, until `end` is called.
+    """The pieces of `host` from byte `start` on that are page-locked, until `end` is called.
 
     `cudart` has `cudaHostRegister(address, nbytes, flags)` and `cudaHostUnregister(address)`, which return an error
     code. `error` is the first code other than 0; pieces registered before it stay so.
     """
 
-    def __init__(self, cudart: Any, host: Mapping) -> None:
+    def __init__(self, cudart: Any, host: Mapping, start: int = 0) -> None:
         self._cudart, self._host, self._process = cudart, host, os.getpid()  # holds the memory until then
         self.pieces: list[range] = []
-        self.error = 0
-        for start in range(host.address, host.address + host.nbytes, PIECE_BYTES):
-            piece = range(start, min(start + PIECE_BYTES, host.address + host.nbytes))
+        self.error, self.wanted_bytes = 0, host.nbytes - start
+        cuts = range(round_down(start, PIECE_BYTES) + PIECE_BYTES, host.nbytes, PIECE_BYTES)
+        for begin, end in pairwise((start, *cuts, host.nbytes)):
+            piece = range(host.address + begin, host.address + end)
             error = cudart.cudaHostRegister(piece.start, len(piece), _PORTABLE)
             self.error = int(getattr(error, "value", error))  # torch's enumeration, not always a number
             if self.error:

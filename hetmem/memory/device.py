@@ -142,8 +142,9 @@ class Device:
         """Return the bytes that a program may use without a budget."""
         return int(free_host_bytes() * self.SHARE)
 
-    def pin(self, host: Mapping) -> Callable[[], None]:
-        """Page-lock `host`, for copies at the full rate of the link; return a function that undoes it."""
+    def pin(self, host: Mapping, start: int = 0) -> Callable[[], None]:
+        """Page-lock `host` from byte `start` on, for copies at the full rate of the link; return a function that undoes
+        it."""
         return lambda: None
 
     def captures(self) -> bool:

@@ -181,8 +181,9 @@ class Mapping:
         self.nbytes = nbytes
         self.address = address_of(memoryview(self._pages))
 
-    def populate(self, cores: Collection[int] = ()) -> None:
-        """Touch every page, by several threads, so that page-locking finds them; their contents stay.
+    def populate(self, cores: Collection[int] = (), first: int = 0) -> None:
+        """Touch every page from byte `first` on, by several threads, so that page-locking finds them; their contents
+        stay.
 
         Those threads run on `cores`, if any are given: the system allocates pages in the memory nearest to the core
         that touches them. Raises `CapacityError` as soon as the machine, or a control group of this process, has less
@@ -190,7 +191,7 @@ class Mapping:
         """
         threads = min(_POPULATE_THREADS, len(cores) or os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, "hetmem-populate", _stay_on, (cores,)) as pool:
-            for start in range(0, self.nbytes, _POPULATE_STEP_BYTES):
+            for start in range(first, self.nbytes, _POPULATE_STEP_BYTES):
                 step = min(_POPULATE_STEP_BYTES, self.nbytes - start)
                 if (left := free_host_bytes()) < step:
                     raise CapacityError(

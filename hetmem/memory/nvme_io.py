@@ -201,7 +201,8 @@ class DiskLink:
         self._shares, self._request_bytes = threads, request_bytes
         self._threads = [Threads(threads, f"hetmem-nvme-{verb}", _EXIT_SECONDS) for _ in range(files)]
         self._lock = threading.Lock()
-        self._in_flight = 0
+        self.in_flight = 0
+        """Transfers that have not ended."""
         self._busy_since = 0.0
         self._busy_seconds = 0.0
 
@@ -211,23 +212,23 @@ class DiskLink:
         nbytes = min(self._request_bytes, max(share, _LEAST_REQUEST_BYTES))
         self._threads[index].start()
         with self._lock:
-            if not self._in_flight:
+            if not self.in_flight:
                 self._busy_since = time.perf_counter()
-            self._in_flight += 1
+            self.in_flight += 1
         return _Transfer(self, file, memory, position).start(self._threads[index], nbytes)
 
     def end(self, moved_bytes: int) -> None:
         """Count the end of a transfer."""
         with self._lock:
             self.moved_bytes += moved_bytes
-            self._in_flight -= 1
-            if not self._in_flight:
+            self.in_flight -= 1
+            if not self.in_flight:
                 self._busy_seconds += time.perf_counter() - self._busy_since
 
     def busy_seconds(self) -> float:
         """Return the seconds during which at least one transfer was queued or running."""
         with self._lock:
-            return self._busy_seconds + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
+            return self._busy_seconds + (time.perf_counter() - self._busy_since if self.in_flight else 0.0)
 
     def join(self) -> None:
         """End the threads once nothing is queued, and wait for them."""

@@ -119,6 +119,11 @@ class NvmeStore:
         return sum(file.loans.lent_bytes for file in self._files)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether any transfer is under way; on any thread."""
+        return self._reads.in_flight > 0 or self._writes.in_flight > 0
+
+    @property
     def bytes_read(self) -> int:
         """Bytes moved from disk by completed requests."""
         return self._reads.moved_bytes

@@ -116,16 +116,14 @@ class ResidentShare:
             for chunk in list(memory.staying):
                 if not self._free_to_move(chunk) or not memory.open_way_back(chunk, gradients=not lends):
                     return
-                self._moved.append(chunk)
                 self._move_back(chunk)
                 del memory.staying[chunk]
 
     # ---- parking -----------------------------------------------------------------------------------------------
 
-    def leave(self) -> list[tuple[Chunk, bool]]:
-        """Move all homes off the device, into memory that is lent where none is reserved; return their chunks, and
-        whether each had moved there. Raises `BudgetError` and `ManageError`, with nothing moved."""
-        memory = self._runtime.memory
+    def leaving(self) -> list[tuple[Chunk, bool]]:
+        """Prepare all homes to leave the device: return their chunks, and whether each had moved there. Raises
+        `ManageError` if one is held, and what `prepare` does."""
         chunks = [chunk for chunk in self._runtime.chunks if chunk.moved]
         for chunk in chunks:
             if not self._free_to_move(chunk) or (Role.GRAD not in chunk.homes and any(_own_gradients(chunk))):
@@ -134,38 +132,55 @@ class ResidentShare:
                     f"{held} cannot leave the device: the program, or a graph that waits for its backward, holds its "
                     f"memory or its gradient (p.data, p.grad, a state_dict()): drop it, and call zero_grad()"
                 )
-        memory.borrow_way_back(chunks)
-        left = [(chunk, chunk in self._moved) for chunk in chunks]
+        self.prepare(chunks)
+        return [(chunk, chunk in self._moved) for chunk in chunks]
+
+    def prepare(self, chunks: list[Chunk]) -> None:
+        """Borrow memory for the homes of `chunks` where none is reserved, and page-lock what is the host's. Raises
+        `BudgetError`, and what page-locking does, with nothing borrowed."""
+        memory, statistics, began = self._runtime.memory, self._runtime.statistics, self._runtime.events.now()
+        try:
+            memory.page_lock_way_back(memory.borrow_way_back(chunks))
+        except BaseException:
+            self.end_prepared(chunks)
+            raise
+        statistics.prepare_seconds += self._runtime.events.now() - began
+
+    def end_prepared(self, chunks: list[Chunk]) -> None:
+        """Give back what `prepare` has borrowed; it stays page-locked."""
+        for chunk in chunks:
+            self._runtime.memory.end_way_back(chunk)
+
+    def leave(self, left: list[tuple[Chunk, bool]]) -> None:
+        """Move the homes of chunks that `leaving` has prepared off the device."""
         with self._runtime.room.moving_homes():
-            try:
-                for chunk, moved in left:
-                    if not moved:
-                        self._moved.append(chunk)
-                    self._move_back(chunk)
-                memory.end_aside_on_device()
-            except BaseException:
-                self.come_back([each for each in left if not each[0].moved])
-                raise
-        return left
+            for chunk, _ in left:
+                self._move_back(chunk)
+            self._runtime.memory.end_aside_on_device()
 
     def come_back(self, left: list[tuple[Chunk, bool]]) -> None:
-        """End `leave`: move the homes of these chunks to the device. Raises torch.OutOfMemoryError, with nothing moved,
-        if it has no room."""
+        """End `leave`, also one that an error has ended: move the homes of those of these chunks to the device that are
+        not there. Raises torch.OutOfMemoryError, with nothing moved, if it has no room."""
         memory = self._runtime.memory
         self._runtime.outgoing.wait_for([chunk for chunk, _ in left])
         with self._runtime.room.moving_homes():
             memories = [
-                {role: memory.device.allocate(chunk.home_nbytes(role)) for role in chunk.homes} for chunk, _ in left
+                {
+                    role: memory.device.allocate(chunk.home_nbytes(role))
+                    for role, home in chunk.homes.items()
+                    if home.tier is not Tier.DEVICE
+                }
+                for chunk, _ in left
             ]
             memory.set_aside_on_device([self._sink.loans.bytes_for(chunk) for chunk, _ in left if self._borrows(chunk)])
             for (chunk, moved), into in zip(left, memories, strict=True):
-                for role, home in chunk.homes.items():
-                    self._copy(Link.HOST_TO_DEVICE, chunk, role, into[role], home.memory)
+                for role in into:
+                    self._copy(Link.HOST_TO_DEVICE, chunk, role, into[role], chunk.homes[role].memory)
                 memory.move_in(chunk, into)
-                if moved:
+                if moved and chunk not in self._moved:
                     self._moved.append(chunk)
-                memory.end_way_back(chunk)
                 self._settle(chunk)
+                memory.end_way_back(chunk)
 
     # ---- what may move -----------------------------------------------------------------------------------------
 
@@ -253,7 +268,8 @@ class ResidentShare:
         for role in list(chunk.homes):  # no copy that could fail follows
             self._runtime.memory.move_back(chunk, role)
         self._take_gradients(chunk, gradients)
-        self._moved.remove(chunk)
+        if chunk in self._moved:
+            self._moved.remove(chunk)
         self._settle(chunk)
 
     def _gradients_sent(self, chunk: Chunk) -> list[tuple[ManagedParameter, torch.Tensor]]:

@@ -136,6 +136,7 @@ def _between_steps(runtime: Runtime) -> dict[str, Any]:
         "save_seconds": outgoing.save_seconds,
         "save_wait_seconds": outgoing.wait_seconds,
         "parks": statistics.parks,
+        "prepare_seconds": statistics.prepare_seconds,
         "park_seconds": statistics.park_seconds,
         "wake_seconds": statistics.wake_seconds,
         "parked_kept_bytes": statistics.parked_kept_bytes,

@@ -114,6 +114,7 @@ _BETWEEN_STEPS = _section(
     save_seconds=_SECONDS,
     save_wait_seconds=_SECONDS,
     parks=_COUNT,
+    prepare_seconds=_SECONDS,
     park_seconds=_SECONDS,
     wake_seconds=_SECONDS,
     parked_kept_bytes=_BYTES,

@@ -281,7 +281,8 @@ def _between_steps(found: dict[str, Any] | None) -> str:
     if found and (parks := found["parks"]):
         lines += "\n" + _wrapped(
             f"parked {_number_of(parks, 'time')}: {format_seconds(found['park_seconds'] / parks)} to park and "
-            f"{format_seconds(found['wake_seconds'] / parks)} to wake"
+            f"{format_seconds(found['wake_seconds'] / parks)} to wake; host memory for it was ready after "
+            f"{format_seconds(found['prepare_seconds'])} in all"
         )
         if kept := found["parked_kept_bytes"]:
             lines += "\n" + _wrapped(

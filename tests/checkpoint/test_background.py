@@ -94,6 +94,49 @@ def test_a_save_at_every_step_has_the_bytes_of_one_that_waits(
         assert expected == found, f"after step {number}"
 
 
+@pytest.mark.each
+@pytest.mark.parametrize("overlap", ["off", "backward"])
+@pytest.mark.parametrize("frozen", [None, "nf4-nested", "int8"])
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_save_beside_micro_batches_in_turns_and_codes_has_the_bytes_of_one_that_waits(
+    placement: str, frozen: Any, overlap: Any, tmp_path: Path, writer: Writer
+) -> None:
+    """Gradients are added up on the device, and weights in codes are frozen."""
+    files: list[list[bytes]] = []
+    for waits in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        if frozen is not None:
+            model[:2].bfloat16().requires_grad_(False)
+        room: dict[str, Any] = {"host": "128KiB", "nvme": "8MiB", "nvme_dir": tmp_path} if placement == "nvme" else {}
+        budget = hetmem.Budget(**({"device": "8MiB", "device_chunks": "64KiB", "host": "8MiB"} | room))
+        harness.manage(model, budget, tmp_path, frozen=frozen)
+        optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, overlap=overlap)
+        batches = torch.randn(3, 2, 4, 64, dtype=torch.float32)
+        writer.may.set()
+        for number in range(3):
+            with released_after(writer, 0.02):
+                hetmem.accumulate(model, [*batches[number]], forward=loss_of)
+                optimizer.step()
+                optimizer.zero_grad()
+            if waits:
+                hetmem.save(tmp_path / f"{waits} {number}", model, optimizer)
+            else:
+                writer.may.clear()
+                hetmem.save(tmp_path / f"{waits} {number}", model, optimizer, wait=False)
+        writer.may.set()
+        hetmem.release(model)
+        files.append([(tmp_path / f"{waits} {number}").read_bytes() for number in range(3)])
+    assert files[0] == files[1]
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    x = batch
+    for layer in model:  # type: ignore[attr-defined]
+        x = layer(x.to(layer.weight.dtype))
+    return x.float().square().mean()
+
+
 def trained(directory: Path, placement: str = "host", **options: Any) -> Run:
     run = start(directory, placement, adamw(**options))
     run.steps(0, 2)

@@ -1,4 +1,5 @@
-"""Ctrl-C at a chosen place of a piece of code, wherever that is: each line or instruction can have its turn."""
+"""Ctrl-C, or an error, at a chosen place of a piece of code, wherever that is: each line, instruction or function can
+have its turn."""
 
 from __future__ import annotations
 
@@ -41,3 +42,25 @@ class Struck:
             if self.places == self._at:
                 signal.raise_signal(signal.SIGINT)
         return self._ran
+
+
+class Raising:
+    """Within it `error()` is raised by the function number `at` of this thread's code that is `within`, as it is called
+    (1 is the first one, -1 none). `calls` counts them."""
+
+    def __init__(self, within: Callable[[CodeType], bool], error: Callable[[], Exception], at: int = -1) -> None:
+        self._within, self._error, self._at = within, error, at
+        self.calls = 0
+
+    def __enter__(self) -> Raising:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        if self._within(frame.f_code):
+            self.calls += 1
+            if self.calls == self._at:
+                raise self._error()

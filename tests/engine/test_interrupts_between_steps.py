@@ -1,10 +1,11 @@
-"""Ctrl-C at each line of park, unpark and a save in the background: training goes on with the same bits, and a file is
-the old or the new one."""
+"""Ctrl-C at each line, and errors of each function, of park, unpark and a save in the background: training goes on with
+the same bits, and a file is the old or the new one."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
@@ -17,7 +18,7 @@ from torch import nn
 import hetmem
 from hetmem.errors import ManageError
 from tests.engine import harness
-from tests.engine.struck import Struck, some_of
+from tests.engine.struck import Raising, Struck, some_of
 
 PARTS = ("hetmem/parking", "hetmem/placing/rehome", "hetmem/engine", "hetmem/checkpoint", "hetmem/base/whole_files")
 
@@ -107,5 +108,49 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_trains_on(
         of.step()
         assert {each.name for each in tmp_path.iterdir() if each.is_file()} == {"c", "other"}
     assert came
+    for mine, other in zip(of.models[0].parameters(), of.models[1].parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+ERRORS: list[Callable[[], Exception]] = [
+    MemoryError,
+    lambda: OSError(errno.ENOSPC, "No space left on device"),
+    lambda: torch.OutOfMemoryError("CUDA out of memory."),
+    lambda: RuntimeError("can't start new thread"),
+]
+
+
+def may_fail(code: CodeType) -> bool:
+    """Not what ends an object or a generator, whose errors Python only prints."""
+    parts = (*PARTS, "hetmem/memory")
+    ends = code.co_name.startswith("<") or code.co_name in ("__del__", "give_back")
+    return any(part in code.co_filename for part in parts) and not ends
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
+def test_an_error_of_any_function_leaves_a_model_that_trains_on(
+    placement: str, action: str, tmp_path: Path, all_cases: bool
+) -> None:
+    of, (before, act) = Beside(placement, tmp_path), ACTIONS[action]
+    before(of)
+    with Raising(may_fail, MemoryError) as counted:
+        act(of)
+    of.wake()
+    raised = 0
+    for number, call in enumerate(some_of(counted.calls, 300 if all_cases else 9)):
+        before(of)
+        try:
+            with Raising(may_fail, ERRORS[number % len(ERRORS)], call):
+                act(of)
+        except (MemoryError, OSError, RuntimeError):
+            raised += 1
+        of.wake()
+        with contextlib.suppress(MemoryError, OSError, RuntimeError):  # that of a save, if it has ended since
+            hetmem.save(tmp_path / "other", of.model)
+        of.step()
+        assert {each.name for each in tmp_path.iterdir() if each.is_file()} <= {"c", "other"}
+    assert raised
     for mine, other in zip(of.models[0].parameters(), of.models[1].parameters(), strict=True):
         assert torch.equal(mine, other)

@@ -333,18 +333,32 @@ def test_homes_leave_a_device_that_has_not_a_byte_left(whole: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_parked_model_has_no_byte_of_the_device(placement: str, tmp_path: Path) -> None:
-    """Another program takes all of it meanwhile; if it keeps it, the model stays parked."""
-    expected = steps_of(Small, mixed=None, where="cuda" if placement == "resident" else "cpu", then="cpu", clip=None)
+def test_a_parked_model_has_no_byte_of_the_device(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program takes all of it meanwhile; if it keeps it, the model stays parked. Host memory that its homes go
+    to is page-locked once, and no more than these take."""
+    expected = steps_of(Small, mixed=None, where="cuda" if placement == "resident" else "cpu", clip=None)
     before, library = torch.cuda.memory_allocated(), ctypes.CDLL(None)
     managed = small(budget(placement, tmp_path))
     managed.register_buffer("table", torch.arange(1000, device="cuda"))
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
-    for step in expected:
+    locked, register = list[int](), torch.cuda.cudart().cudaHostRegister
+    monkeypatch.setattr(
+        torch.cuda.cudart,
+        "cudaHostRegister",
+        staticmethod(lambda address, nbytes, flags: locked.append(nbytes) or register(address, nbytes, flags)),
+    )
+    for number, step in enumerate(expected):
         go_on(managed, optimizer, step, clip=False)
         optimizer.zero_grad()
+        on_device = testing.of(managed).memory().device_home_bytes
+        if number == 1:
+            hetmem.park(managed, prepare=True)
         hetmem.park(managed)
         assert torch.cuda.memory_allocated() == before
+        assert len(locked) == (placement == "resident"), "by the first one alone"
+        assert sum(locked) <= on_device + 4096 * 3 * len(testing.of(managed).chunks())
         assert torch.equal(managed.table, torch.arange(1000))
         if placement == "resident":
             library.faked_limit(ctypes.c_int64(torch.cuda.memory_allocated()))
