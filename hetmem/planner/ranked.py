@@ -45,7 +45,7 @@ class RanksPlan:
     `rank`: the plan of one of them as if it were alone, with all homes in host memory; its `budget` is that of the
     group: `device` of each rank, `host` of a machine. `peak_bytes`: "device" of each rank, "host" of a machine.
     `host_bytes`: what host memory reads and writes in a step. `network_bytes`: what a machine gets from the others in a
-    step; nothing hides that. `terms`: the busy seconds of each resource of a rank, and of the host's memory and the
+    step, beside its backwards. `terms`: the busy seconds of each resource of a rank, and of the host's memory and the
     network, which the ranks of a machine share; `binding` names the largest. `compute_bound_tokens`: about the tokens
     (or rows) of a rank's batch from which on compute binds. `better`: a sentence that names a tool for models whose
     states fit the GPUs; "" for this one.
@@ -83,8 +83,8 @@ class RanksPlan:
         ]
         if self.network_bytes:
             lines.append(
-                f"each machine gets {format_size(self.network_bytes)} of the others' sums in a step, behind its "
-                f"backwards: nothing hides the network"
+                f"each machine gets {format_size(self.network_bytes)} of the others' sums in a step, beside its "
+                f"backwards, all but the last chunk"
             )
         lines += [self.better] if self.better else []
         arguments = ", ".join(rank.keywords)
@@ -142,8 +142,9 @@ def of_ranks(
         terms["host_to_device"] += once / hardware.host_to_device.bytes_per_second
     terms["host_memory"] = (host + updates) / rate
     alone = rank.step_seconds - terms["update"]
-    seconds = max(alone, terms["host_to_device"], host / rate) + max(terms["update"], updates / rate)
-    seconds += terms.get("network", 0.0)
+    passes = max(alone, terms["host_to_device"], host / rate)
+    seconds = passes + max(terms["update"], updates / rate)
+    seconds += max(0.0, terms.get("network", 0.0) - passes / 2)  # backwards take half of the passes at least
     longest = max(value for name, value in terms.items() if name != "compute")
     bound = math.ceil(rank.tokens * longest / terms["compute"]) if terms["compute"] else None
     return RanksPlan(

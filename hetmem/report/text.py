@@ -170,7 +170,12 @@ def _ranks(ranks: dict[str, Any]) -> str:
         )
     head = ["rank", "a step", "backward", "step", "else", "for", "to device", "from it"]
     sentence = "Of each rank: its last step; its waits for others, by place, and for whom it has waited most; bytes."
-    return "\n\n".join([grid(head, rows), *map(_wrapped, [sentence, *ranks["remarks"]])])
+    crossed = sum(row["network_bytes"] for row in ranks["rows"])
+    beside = sum(row["network_bytes_beside_backwards"] for row in ranks["rows"])
+    sentences = [sentence, *ranks["remarks"]]
+    if crossed:
+        sentences += [f"Sums of other machines: {format_size(crossed)}, {_share(beside / crossed)} beside backwards."]
+    return "\n\n".join([grid(head, rows), *map(_wrapped, sentences)])
 
 
 def _step(data: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.errors import PeerError
-from hetmem.testing import ranks
+from hetmem.testing import around, ranks
 from tests.ranks.programs import Program, loss_of
 
 WIDTH = 64
@@ -163,3 +164,65 @@ def test_writes_that_differ_between_machines_are_an_error_that_names_the_paramet
                 f"the program has written other values to blocks.1.linear2.weight{name} on machine machine 1 than on "
                 f"machine machine 0, or on one of them only"
             )
+
+
+LAYERS, BACKWARD_SECONDS = 24, 1.6
+
+
+class Naps(nn.Module):
+    """Layers of 256 KiB, one to a chunk, whose backwards take time, and no processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x.register_hook(lambda gradient: time.sleep(BACKWARD_SECONDS / LAYERS))
+        return x.sum()
+
+
+def naps(rank: int) -> tuple[float, ...]:
+    """Seconds of a step without a network, of a network that takes half of that, and of a step with it, medians; and
+    the part of bytes that crossed beside backwards."""
+    model = hetmem.manage(Naps(), hetmem.Budget(device="16MiB", host="32MiB"), device="sim", chunk_bytes="256KiB")
+    optimizer = hetmem.AdamW(model.parameters(), lr=1e-3)
+    rates = [float("inf")]
+
+    def crosses(original: Any, machines: Any, mine: Tensor, what: str) -> Tensor:
+        found = original(machines, mine, what)
+        time.sleep(mine.nbytes / rates[0])
+        return found
+
+    def step() -> float:
+        began = time.monotonic()
+        model(torch.ones(1, 256)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.monotonic() - began
+
+    def median() -> float:
+        return statistics.median(step() for _ in range(3))
+
+    with around("exchange with machines", crosses):
+        step()
+        first = exchanged(model)
+        alone = median()
+        network = alone / 2
+        rates[0] = first["network_bytes"] / network
+        before = exchanged(model)
+        seconds = median()
+        all_bytes, beside = (value - before[name] for name, value in exchanged(model).items())
+    hetmem.release(model)
+    return alone, network, seconds, beside / all_bytes
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks_a_machine", [1, 2])
+def test_a_backward_hides_the_network(ranks_a_machine: int) -> None:
+    """A simulated network that takes half as long as a step without it."""
+    found = ranks(2 * ranks_a_machine, naps, machines=2)
+    alone, network, seconds, beside = (max(each[at] for each in found) for at in range(4))
+    assert beside >= 0.5
+    assert seconds <= 1.10 * max(alone, network), f"{alone:.3f} s alone, network {network:.3f}, step {seconds:.3f}"
