@@ -60,6 +60,10 @@ class Worker(Protocol):
     def close(self) -> None:
         """End all work."""
 
+    @property
+    def shared(self) -> int:
+        """How many updates it has computed its part of, and another rank perhaps not yet."""
+
 
 class OperatorWatch(Protocol):
     """What watches operators; see `DeviceMonitor`."""

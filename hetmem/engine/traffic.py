@@ -139,12 +139,32 @@ class Traffic:
     def _wait_for(self, block: int, tier: Tier) -> None:
         """Wait for the copy of a lease, which ends if this raises."""
         try:
-            present = wait_until(self.executor, partial(self._has_arrived, block, tier))
+            present = self._until(partial(self._has_arrived, block, tier))
         except BaseException:
             self.abandon(block, tier)
             raise
         if not present:  # other leases of the copy stay
             raise self._withdraw(block, tier)
+
+    def _until(self, reached: Callable[[], bool]) -> bool:
+        """Wait until `reached()`; return False if neither what this rank has under way, nor updates that other ranks
+        still compute a part of, bring it about."""
+        while not wait_until(self.executor, reached):
+            if not self._await_ranks():
+                return reached()  # which updates that all have computed by now have brought about
+        return True
+
+    def _await_ranks(self) -> bool:
+        """Wait until all ranks have computed one more update; return False if there is none."""
+        ranks, before = self._memory.ranks, self._shared
+        if ranks is None or not before:
+            return False
+        ranks.waits.until(lambda: self._shared < before, "updates that other ranks compute", self.executor.pump)
+        return True
+
+    @property
+    def _shared(self) -> int:
+        return sum(worker.shared for worker in self.executor.workers)
 
     def _has_arrived(self, block: int, tier: Tier) -> bool:
         if self.residency.state(block, tier) is CopyState.VALID:
@@ -388,7 +408,7 @@ class Traffic:
         """Wait until no other thread writes parameters or reads gradients of `chunk`."""
         if chunk not in self.updating:
             return
-        if not wait_until(self.executor, lambda: chunk not in self.updating):
+        if not self._until(lambda: chunk not in self.updating):
             told = self._events.story(chunk.operand_block)
             raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun; its last events: {told}")
 

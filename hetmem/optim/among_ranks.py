@@ -17,20 +17,13 @@ from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.members import Members
-from hetmem.optim.options import Overlap
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.optim.update_queue import numbers
-from hetmem.ranks.group import Ranks, not_yet
+from hetmem.ranks.group import Ranks
 from hetmem.ranks.words import fence
 
 _NAMED = 20
 """Of how many gradients that the program has set an error may name one that differs."""
-
-
-def refuse_options(optimizer: SteppingOptimizer) -> None:
-    """Raise `ManageError` for an option of `optimizer` that a group of ranks does not have yet."""
-    if optimizer.overlap is Overlap.FORWARD:
-        raise not_yet(f"overlap={optimizer.overlap.value!r}")
 
 
 class RankedSteps:
@@ -52,7 +45,6 @@ class RankedSteps:
     def begin(self, optimizer: SteppingOptimizer) -> None:
         """Wait until all ranks have come to a step, and take part in their backwards meanwhile; then compare options,
         and which parameters have gradients."""
-        refuse_options(optimizer)
         name, handed_out = f"a step of {type(optimizer).__name__}", self._ranks.words.handed_out
         handed_out[self._ranks.rank] = optimizer.states.handed_out
         self._ranks.meet(name, serve=_take_part)
@@ -80,12 +72,18 @@ class RankedSteps:
             words.updating[own] -= 1
             raise
 
-    def end_updates(self, have_all: Callable[[], bool]) -> None:
-        """Wait until all ranks have changed their part of homes."""
+    def end_updates(self, have_all: Callable[[], bool] | None) -> None:
+        """Wait until all ranks have changed their part of homes; None: their workers do, and what reads one waits."""
         words, own = self._ranks.words, self._ranks.rank
         words.updated[own] = words.updating[own]
         self._ranks.waits.sign()
-        self._ranks.waits.until(have_all, "the end of a step")
+        if have_all is not None:
+            ended = words.updated
+            self._ranks.waits.until(lambda: have_all() and bool((ended >= ended[own]).all()), "the end of a step")
+
+    def await_parts(self, have_all: Callable[[], bool]) -> None:
+        """Wait until all ranks have computed their part of the updates that this one has computed."""
+        self._ranks.waits.until(have_all, "updates that other ranks compute")
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have computed their part of `what`."""

@@ -24,7 +24,7 @@ from hetmem.engine.working_gradients import have_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_fork, refuse_a_stream
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.optim.among_ranks import RankedSteps, refuse_options
+from hetmem.optim.among_ranks import RankedSteps
 from hetmem.optim.arrived_squares import ArrivedSquares
 from hetmem.optim.chunk_update import ChunkUpdate, WholeUpdate
 from hetmem.optim.members import Joins, Members, Options
@@ -67,8 +67,6 @@ class Stepper:
         self.runtime = interception.runtime
         ranks = self.runtime.memory.ranks
         self._ranked = None if ranks is None else RankedSteps(interception, ranks)
-        if ranks is not None:
-            refuse_options(optimizer)
         self._updates = Updates(self.runtime, workers, self._made_by)
         self._passes = Passes(optimizer, interception)
         self._states = optimizer.states
@@ -385,7 +383,7 @@ class Stepper:
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
             if self._ranked is not None:
-                self._ranked.end_updates(self._updates.end_shared)
+                self._ranked.end_updates(None if deferred else self._updates.end_shared)
 
     def give_up(self) -> None:
         """Finish the updates that have begun on any rank, as all ranks give up a step."""
@@ -421,6 +419,8 @@ class Stepper:
     def synchronize(self) -> None:
         """Wait until all updates are done and written home, also to NVMe."""
         self._carry_out(home for chunk in self.runtime.chunks for home in chunk.homes.values())
+        if self._ranked is not None:
+            self._ranked.await_parts(self._updates.end_shared)
 
     def ensure_homes(self, chunk: Chunk, roles: Collection[Role]) -> None:
         """Reserve homes for `roles` of `chunk`. Raises `BudgetError` if there is no room."""

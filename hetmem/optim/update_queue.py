@@ -74,6 +74,22 @@ class Updates(HostUpdates[ChunkUpdate]):
                 stuck = self._opening[0]
                 self.give_way(again=False)  # a read of it has failed: try once more
 
+    @property
+    def shared(self) -> int:
+        """How many updates it has computed its part of, and another rank perhaps not yet."""
+        return len(self._shared)
+
+    def pump(self) -> None:
+        """Advance updates as far as that takes no waiting."""
+        if self._shared:
+            self.end_shared()
+        super().pump()
+
+    def _may_open(self) -> bool:
+        """Return whether an update may open: of ranks, any number, as nothing is staged, and workers end those that
+        trail behind a step also where this rank's thread waits for another one, as in a collective of the program."""
+        return bool(self._queue) if self._of_ranks is not None else super()._may_open()
+
     def end_shared(self, *, abandoned: bool = False) -> bool:
         """End updates of which all ranks have computed their part, or all of them; return whether that is so of all."""
         if self._of_ranks is None:

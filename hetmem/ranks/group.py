@@ -33,7 +33,7 @@ class Ranks:
         self.words, self.waits, self.pool = words, waits, pool
         self.saves = Saves(rank, words, waits)
         self.figures = Figures(words, rank)
-        self.updates = SharedUpdates(rank, words)
+        self.updates = SharedUpdates(rank, words, waits.end_part)
         self.machines = machines
 
     @property

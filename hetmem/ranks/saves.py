@@ -24,6 +24,17 @@ class Saves:
         self._steps, self._times = 0, Counter[str]()
         """How often each path was saved to since that step."""
 
+    def _refuse_half_stepped(self) -> None:
+        """Wait until the step that rank 0 has ended has ended on all ranks. Raises `PeerError` if it cannot."""
+        words = self._words
+        try:
+            self._waits.until(lambda: not (words.updating > words.updated.min()).any(), "the end of the last step")
+        except PeerError as error:
+            raise PeerError(
+                "weights are partly those of the next step, as a rank has ended within one: go on from the last file, "
+                "in new processes"
+            ) from error
+
     def by_rank_0(self, path: str, save: Callable[[], None]) -> None:
         """Return once rank 0 has done `save()`, which writes the file `path`, also after an error has ended the part of
         any rank. Raises its error on rank 0, and `PeerError` on the others, or if a step that has not ended on all
@@ -33,11 +44,7 @@ class Saves:
             failed = True
             try:
                 with self._waits.at("hetmem.save", ends=False, alone=True):
-                    if (self._words.updating > self._words.updated.min()).any():
-                        raise PeerError(
-                            "weights are partly those of the next step, as a rank has ended within one: go on from the "
-                            "last file, in new processes"
-                        )
+                    self._refuse_half_stepped()
                     save()
                 failed = False
             finally:

@@ -21,8 +21,9 @@ from hetmem.ranks.words import Words, fence
 class SharedUpdates:
     """The updates of one `rank`, by the number of their chunk. All ranks update each chunk equally often."""
 
-    def __init__(self, rank: int, words: Words) -> None:
-        self._rank, self._words = rank, words
+    def __init__(self, rank: int, words: Words, failed: Callable[[BaseException], None]) -> None:
+        """`failed` is called with the error of a task, on the thread that has computed it."""
+        self._rank, self._words, self._failed = rank, words, failed
         self._begun = np.zeros_like(words.computed_parts[rank])
         """How many updates of each chunk this rank has begun."""
 
@@ -48,7 +49,7 @@ class SharedUpdates:
     def counted(self, chunks: Sequence[int], tasks: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
         """Return `tasks`, this rank's part of an update of `chunks`, which count it as the last of them ends, on any
         thread; an update one of whose tasks has failed is never counted."""
-        part = _CountedTasks(len(tasks), partial(self._count, chunks))
+        part = _CountedTasks(len(tasks), partial(self._count, chunks), self._failed)
         return [partial(part.run, task) for task in tasks]
 
     def computed_by_all(self, chunks: Sequence[int]) -> bool:
@@ -65,13 +66,17 @@ class SharedUpdates:
 class _CountedTasks:
     """Tasks of an update, the last of which to end calls `count`; without any, it is called at once."""
 
-    def __init__(self, tasks: int, count: Callable[[], None]) -> None:
-        self._left, self._count, self._lock = tasks, count, threading.Lock()
+    def __init__(self, tasks: int, count: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+        self._left, self._count, self._failed, self._lock = tasks, count, failed, threading.Lock()
         if not tasks:
             count()
 
     def run(self, task: Callable[[], None]) -> None:
-        task()
+        try:
+            task()
+        except BaseException as error:
+            self._failed(error)  # the others wait for this part
+            raise
         with self._lock:
             self._left -= 1
             last = not self._left

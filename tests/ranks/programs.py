@@ -286,6 +286,8 @@ PROGRAMS = {
     "copies are evicted": Program(chunk_bytes="64KiB", device_chunks="384KiB", steps=2),
     "bfloat16": Program(mixed=torch.bfloat16),
     "overlap": Program(overlap="backward", steps=4, chunk_bytes="64KiB"),
+    "trailing": Program(overlap="forward", steps=4, chunk_bytes="64KiB", max_grad_norm=0.5, micro=2),
+    "trailing, bfloat16": Program(overlap="forward", steps=4, chunk_bytes="64KiB", mixed=torch.bfloat16),
     "overlap, bfloat16": Program(overlap="backward", steps=4, mixed=torch.bfloat16),
     "checkpointed, chunks of several tiles": Program(
         words=9000, chunk_bytes="4MiB", device_chunks="12MiB", recomputes=True, steps=2, max_grad_norm=0.5

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import hetmem
 from hetmem.testing import ranks
@@ -57,23 +59,32 @@ def made() -> Net:
     return Net()
 
 
-def managed(optimizer: type[torch.optim.Optimizer]) -> tuple[Net, Any]:
+def managed(optimizer: type[torch.optim.Optimizer], overlap: str) -> tuple[Net, Any]:
     """A model with a layer in each chunk."""
     budget = hetmem.Budget(device="16MiB", host="64MiB", device_chunks="64KiB")
     model = hetmem.manage(made(), budget, device="sim", chunk_bytes="16KiB")
-    return model, hetmem.optim.offload(optimizer, model.parameters(), lr=0.1, momentum=0.9, overlap="backward")
+    return model, hetmem.optim.offload(optimizer, model.parameters(), lr=0.1, momentum=0.9, overlap=overlap)
 
 
-def trained_late(rank: int, late: tuple[float, float]) -> list[list[torch.Tensor]]:
-    """The weights behind each step, where rank 1 takes `late` seconds for each layer's backward, and for each tile."""
-    model, optimizer = managed(Late)
+def trained_late(rank: int, overlap: str, late: tuple[float, float]) -> list[list[torch.Tensor]]:
+    """The weights behind each step, where rank 1 takes `late` seconds for each layer's backward, and for each tile, and
+    is in a collective of the program while rank 0 computes alone."""
+    os.environ["HETMEM_RANK_TIMEOUT"] = "20"
+    model, optimizer = managed(Late, overlap)
     Late.seconds = late[1] * rank
     found = []
     for step in range(3):
         optimizer.zero_grad()
         model(batch(step, rank), late[0] * rank).sum().backward()
         optimizer.step()
-        found.append([p.detach().clone() for p in model.parameters()])
+        if rank == 0:
+            with torch.no_grad():
+                evaluated = model(batch(9, 0), 0.0)
+            dist.barrier()
+        else:
+            dist.barrier()
+            evaluated = model(batch(9, 0), 0.0).detach()
+        found.append([evaluated, *(p.detach().clone() for p in model.parameters())])
     return found
 
 
@@ -90,20 +101,20 @@ def plain() -> list[list[torch.Tensor]]:
         for p, gradient in zip(model.parameters(), sums, strict=True):
             p.grad = gradient
         optimizer.step()
-        found.append([p.detach().clone() for p in model.parameters()])
+        found.append([model(batch(9, 0), 0.0).detach(), *(p.detach().clone() for p in model.parameters())])
     return found
 
 
 def test_an_update_begins_with_the_sum_of_all_ranks_and_ends_with_the_tiles_of_all() -> None:
     expected = plain()
-    for late in ((0.02, 0.0), (0.0, 0.03)):
-        for found in ranks(2, trained_late, late):
-            for step, weights in enumerate(found):
-                assert all(map(torch.equal, weights, expected[step])), (late, step)
+    for how in (("backward", (0.02, 0.0)), ("backward", (0.0, 0.03)), ("forward", (0.0, 0.03))):
+        for found in ranks(2, trained_late, *how):
+            for step, values in enumerate(found):
+                assert all(map(torch.equal, values, expected[step])), (how, step)
 
 
 def told(rank: int) -> dict[str, str]:
-    model, optimizer = managed(torch.optim.SGD)
+    model, optimizer = managed(torch.optim.SGD, "backward")
 
     def backward(step: int) -> None:
         model(batch(step, rank), 0.0).sum().backward()
