@@ -95,9 +95,10 @@ def manage(
     ones in 16-bit copies with `mixed_precision`.
 
     `budget`: see `Budget`; None = the machine's free memory, less a reserve. `device`: "cuda", "cuda:0", "sim" or a
-    `SimDevice`; None = the GPU if there is one, else the simulated accelerator. `mixed_precision`: torch.bfloat16 or
-    torch.float16 = float32 parameters stay float32 at home and operators see 16-bit copies (except in modules with
-    running statistics, such as BatchNorm, which compute in float32); gradients are float32.
+    `SimDevice`; None = the current GPU, or under a launcher where the program has set none that of LOCAL_RANK, or the
+    simulated accelerator if there is no GPU. `mixed_precision`: torch.bfloat16 or torch.float16 = float32 parameters
+    stay float32 at home and operators see 16-bit copies (except in modules with running statistics, such as BatchNorm,
+    which compute in float32); gradients are float32.
     `chunk_bytes`: bytes of a chunk at home, an int or a string such as "16MiB", rounded down to a multiple of 4096
     elements of the widest dtype; None = searched. `policy`: the order of eviction; None = next use furthest away first.
     `sanitize`: poison freed slots and raise `DeviceAccessError` if an operator uses memory that a GPU could not read

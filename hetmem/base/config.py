@@ -139,6 +139,12 @@ def ranks_here() -> int:
     return max(1, int(text)) if text.isdigit() else 1
 
 
+def local_rank() -> int:
+    """Return the number of this process on this machine, by LOCAL_RANK of a launcher such as torchrun; 0 without."""
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdigit() else 0
+
+
 def world_size() -> int:
     """Return the number of processes that a launcher such as torchrun has started, by WORLD_SIZE; 1 without one."""
     text = os.environ.get("WORLD_SIZE", "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -239,8 +240,10 @@ class Memory:
         for chunk, size, tier in placed:
             if tier is Tier.HOST and self.ranks is not None:
                 memory = self.ranks.pool.reserve_home(chunk.spec.index, repr(role), size)
-                private = self.ranks.pool.mapping.private(memory)
-                chunk.homes[role] = Home(Tier.HOST, memory, untouched=True, private=private)
+                mapping = self.ranks.pool.mapping
+                own = partial(mapping.is_written, memory)
+                private = mapping.private(memory)
+                chunk.homes[role] = Home(Tier.HOST, memory, untouched=True, private=private, has_own_pages=own)
             elif tier is Tier.HOST:
                 memory = self.host_pool.reserve(size)
                 chunk.homes[role] = Home(Tier.HOST, memory, untouched=self.host_pool.is_untouched(memory))

@@ -7,6 +7,7 @@ reference count shows whether the program holds it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -122,6 +123,8 @@ class Home:
     """The result of `Chunk.flat`: neither the number nor the dtype of elements changes while it is a home."""
     private: memoryview | None = None
     """A private mapping of `memory`, if that is shared with other ranks: what the program sees."""
+    has_own_pages: Callable[[], bool] | None = None
+    """Whether the program may have written to `private`, and so sees other values than `memory` has."""
 
     @property
     def shown(self) -> RawMemory:
@@ -217,8 +220,9 @@ class Chunk:
             memory = self.homes[role].memory if memory is None else memory
             with torch.inference_mode(False):
                 return CodedHome(elements(memory, torch.uint8, self.spec.coded_bytes), self.codes)
-        if memory is None and self.homes[role].private is not None:
-            memory = self.homes[role].shown  # the program may have written to it
+        has_own_pages = self.homes[role].has_own_pages
+        if memory is None and has_own_pages is not None and has_own_pages():
+            memory = self.homes[role].private
         return self.flat(role) if memory is None else self.over(role, memory)
 
     def flat(self, role: Role) -> torch.Tensor:

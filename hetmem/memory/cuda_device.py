@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.base.config import local_rank
 from hetmem.base.threads import process_ends
 from hetmem.base.units import format_size, parse_size, round_down
 from hetmem.base.warning import warn_user
@@ -39,7 +40,8 @@ _REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds loses microseconds 
 
 
 class CudaDevice(Device):
-    """One GPU. `memory`: how much of it may be used, in bytes or as a string; None = the budget's.
+    """One GPU. `index`: None = torch's current device; where the program has set none, that of LOCAL_RANK if a launcher
+    such as torchrun has set that. `memory`: how much of it may be used, in bytes or as a string; None = the budget's.
 
     Raises `ManageError` if torch sees no GPU, or not this one.
     """
@@ -53,7 +55,7 @@ class CudaDevice(Device):
                 "torch sees no CUDA GPU: install a CUDA build of torch and a driver (nvidia-smi must list the GPU), or "
                 "use device='sim'"
             )
-        index = torch.cuda.current_device() if index is None else index
+        index = _own_index() if index is None else index
         if not 0 <= index < torch.cuda.device_count():
             raise ManageError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} GPU(s)")
         self.torch_device = torch.device("cuda", index)
@@ -226,6 +228,11 @@ class CudaDevice(Device):
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         return StreamCopier(CudaStreams(self.torch_device, self._compute), seen, finished)
+
+
+def _own_index() -> int:
+    current = torch.cuda.current_device()
+    return current or (local_rank() if local_rank() < torch.cuda.device_count() else 0)
 
 
 _devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()

@@ -41,8 +41,6 @@ def refuse_wrapped(module: torch.nn.Module) -> None:
 
 def refuse(budget: Budget | None, options: Mapping[str, Any], *, simulated: bool) -> None:
     """Raise `ManageError` for what a group of several ranks does not do yet."""
-    if not simulated:
-        raise not_yet("a GPU")
     if budget is not None and budget.limits().nvme_bytes:
         raise not_yet("Budget(nvme=…)")
     if options["plan"] is not None:

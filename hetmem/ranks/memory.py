@@ -22,11 +22,10 @@ import numpy as np
 from hetmem.base.units import format_size, round_up
 from hetmem.errors import CapacityError
 from hetmem.memory.host_memory import PAGE_BYTES, HostPool, Loan, Mapping, address_of
+from hetmem.ranks.own_pages import own_pages
 from hetmem.ranks.words import Words
 
 _MAP_NORESERVE = 0x4000
-_FILE_PAGE, _THERE = np.uint64(1 << 61), np.uint64(3 << 62)
-"""Bits of /proc/self/pagemap: a page of a file, and one in memory or in swap."""
 
 
 def make_file() -> int:
@@ -66,11 +65,16 @@ class SharedMapping(Mapping):
         self._check_range(start, memory.nbytes)
         return memoryview(self._private)[start : start + memory.nbytes]
 
+    def is_written(self, memory: memoryview) -> bool:
+        """Return whether the program may have written to `memory`, whole pages of this mapping, privately."""
+        start = address_of(memory) - self.address
+        return bool(own_pages(self.private_address + start, -(-memory.nbytes // mmap.PAGESIZE), most_runs=1))
+
     def written(self, nbytes: int) -> list[int]:
         """Return the numbers of the pages, within the first `nbytes`, that this process has written privately and that
         differ from the home; those that do not show it again."""
         size = mmap.PAGESIZE
-        found = self._private_pages(-(-nbytes // size))
+        found = own_pages(self.private_address, -(-nbytes // size))
         places = [slice(page * size, (page + 1) * size) for page in found]
         differ = [page for page, at in zip(found, places, strict=True) if self._private[at] != self._pages[at]]
         self.show_home(set(found).difference(differ))
@@ -102,18 +106,6 @@ class SharedMapping(Mapping):
 
     def _home(self, page: int) -> memoryview:
         return memoryview(self._pages)[page * mmap.PAGESIZE : (page + 1) * mmap.PAGESIZE]
-
-    def _private_pages(self, count: int) -> list[int]:
-        """Return those of the first `count` pages that are private, or all, where the system does not say."""
-        start = self.private_address // mmap.PAGESIZE * 8
-        try:
-            with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-                entries = np.frombuffer(os.pread(pages.fileno(), 8 * count, start), np.uint64)
-        except OSError:
-            return [*range(count)]
-        if len(entries) < count:
-            return [*range(count)]
-        return [*map(int, np.flatnonzero(((entries & _THERE) != 0) & ((entries & _FILE_PAGE) == 0)))]
 
     def keep_from_children(self) -> None:
         """Leave this memory out of forked processes, also what the program sees of it."""

@@ -21,6 +21,7 @@ MANAGED = "tests/gpu/test_managed.py::"
 ALSO = ("tests/gpu/test_moves.py::test_memory_refused_in_a_backward_is_explained_and_training_goes_on",)
 """Of tests for a GPU, which take every case there; here those that another thread's backward can break."""
 WITH_ALL_CASES = (
+    "tests/faked_driver/test_ranks.py",
     MANAGED + "test_homes_that_move_to_the_gpu_leave_every_bit_as_it_was",
     "tests/test_overheads.py::test_on_a_gpu_they_are_measured_there",
 )

@@ -197,6 +197,17 @@ def test_without_a_gpu_or_with_a_wrong_index_the_user_is_told(cuda: FakeCuda, mo
         CudaDevice()
 
 
+def test_a_process_of_a_launcher_has_the_gpu_of_its_number_unless_the_program_has_set_one(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert CudaDevice().torch_device.index == 0, "it sees this one alone"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert CudaDevice().torch_device.index == 2
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert CudaDevice().torch_device.index == 3
+
+
 class Clock:
     """The host's, which stands still."""
 

@@ -141,7 +141,7 @@ class NoTimeouts:
     """A queue of which nobody waits for so long only."""
 
     def __init__(self, queue: Any) -> None:
-        self.put, self.get_nowait = queue.put, queue.get_nowait
+        self.put, self.get_nowait, self.empty = queue.put, queue.get_nowait, queue.empty
 
     def get(self, timeout: float | None = None) -> Any:
         raise AssertionError(f"a look every {timeout} s")

@@ -72,6 +72,7 @@ class Program:
     ours: Callable[..., torch.optim.Optimizer] = hetmem.AdamW
     options: dict[str, Any] = field(default_factory=dict)
     managed: dict[str, Any] = field(default_factory=dict)
+    device: str = "sim"
     in_one_process: bool = False
     """Compared with hetmem in one process, not with plain torch."""
     overlap: str = "off"
@@ -87,7 +88,8 @@ class Program:
 
     def batch(self, step: int, rank: int, micro: int) -> Tensor:
         made = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-        return torch.randint(self.words, (2, 12), generator=made)
+        tokens = torch.randint(self.words, (2, 12), generator=made)
+        return tokens if self.device == "sim" else tokens.to(self.device)
 
     def backwards(self, step: int, rank: int) -> int:
         return (rank + step) % (self.micro + 1) if self.uneven else self.micro
@@ -114,9 +116,10 @@ class Program:
 
     def _trained(self, model: GPT, runs: list[int]) -> list[dict[str, Tensor]]:
         """What each of `runs`, ranks that this process runs, finds."""
-        budget = hetmem.Budget(device="16MiB", host="64MiB", device_chunks=self.device_chunks)
+        room = "16MiB" if self.device == "sim" else torch.cuda.memory_allocated() + (40 << 20)
+        budget = hetmem.Budget(device=room, host="64MiB", device_chunks=self.device_chunks)
         hetmem.manage(
-            model, budget, device="sim", chunk_bytes=self.chunk_bytes, mixed_precision=self.mixed, **self.managed
+            model, budget, device=self.device, chunk_bytes=self.chunk_bytes, mixed_precision=self.mixed, **self.managed
         )
         clip: dict[str, Any] = {} if self.max_grad_norm is None else {"max_grad_norm": self.max_grad_norm}
         scale = {} if self.loss_scale == 1 else {"loss_scale": self.loss_scale}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import errno
+import fcntl
 from typing import Any
 
 import pytest
@@ -30,19 +32,29 @@ def test_weights_gradients_and_states_are_those_of_plain_torch(count: int, names
     _compare(found, names)
 
 
-def without_pagemap(rank: int) -> dict[str, dict[str, torch.Tensor]]:
+def without(rank: int, what: str) -> dict[str, dict[str, torch.Tensor]]:
+    """`trained` where the system does not say which pages are private, or a kernel from before Linux 6.7 does."""
+
     def refusing(path: object, *arguments: Any, **named: Any) -> Any:
         if path == "/proc/self/pagemap":
             raise PermissionError(path)
         return opened(path, *arguments, **named)
 
-    opened, builtins.open = builtins.open, refusing
+    def unknown(*_: Any) -> int:
+        raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
+
+    opened = builtins.open
+    if what == "a page map":
+        builtins.open = refusing
+    else:
+        fcntl.ioctl = unknown
     return trained(rank, ["writes"])
 
 
 @pytest.mark.nightly
-def test_where_the_system_does_not_say_which_pages_are_private_bytes_are_compared() -> None:
-    _compare(ranks(2, without_pagemap), ["writes"])
+@pytest.mark.parametrize("what", ["a page map", "a scan of it"])
+def test_private_pages_are_found_where_the_system_says_less_of_them(what: str) -> None:
+    _compare(ranks(2, without, what), ["writes"])
 
 
 def _compare(found: list[dict[str, dict[str, torch.Tensor]]], names: list[str]) -> None:
