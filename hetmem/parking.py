@@ -194,9 +194,11 @@ def _unpark(module: torch.nn.Module) -> None:
         try:
             _take_again(interception, left)
         except torch.OutOfMemoryError as error:
+            runtime.bindings.free_stand_ins()
+            runtime.memory.device.give_back()
             needed = sum(chunk.home_nbytes(role) for chunk, _ in left.chunks for role in chunk.homes)
             raise DeviceOutOfMemoryError(
                 f"{out_of_memory(runtime.memory.device)}: {name} stays parked, as its homes on the device take "
-                f"{format_size(needed)} and others have not given that back"
+                f"{format_size(needed)} and others have not given that back{runtime.memory.device.told_free()}"
             ) from error
         runtime.statistics.wake_seconds += runtime.events.now() - began

@@ -26,7 +26,7 @@ from hetmem.checkpoint.disk import THREADS, BlockBuffer, own_stream, write_block
 from hetmem.checkpoint.layout import Stored
 from hetmem.engine.outgoing import Outgoing
 from hetmem.engine.runtime import Runtime
-from hetmem.errors import CheckpointError, ManageError
+from hetmem.errors import CheckpointError, ManageError, PeerError
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, RawMemory, Role, address_of, elements
 from hetmem.memory.interrupts import HELD_BACK
@@ -245,6 +245,36 @@ class SaveHandle:
             calls = self._due()
         for call in calls:
             call()
+
+
+class PeerHandle(SaveHandle):
+    """On another rank, the save in the background of rank 0. `is_over` says whether that has ended; `wait_for_it` waits
+    until then, and raises `PeerError` if it has failed."""
+
+    def __init__(self, path: str, is_over: Callable[[], bool], wait_for_it: Callable[[], None]) -> None:
+        super().__init__(path, -1, 0, 0, {})
+        self._is_over, self._wait_for_it, self._seen = is_over, wait_for_it, False
+
+    def done(self) -> bool:
+        self._refuse_a_fork()
+        return self._ended.is_set() or self._is_over()
+
+    def wait(self) -> None:
+        self._refuse_a_fork()
+        if not self._ended.is_set():
+            try:
+                self._wait_for_it()
+            except PeerError as error:
+                self._error = error
+            self._ended.set()
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+
+    def end_unseen(self) -> None:
+        """Wait, and raise the error unless `wait` has."""
+        if not self._seen:
+            self.wait()
 
 
 _UNSEEN: dict[int, tuple[str, BaseException]] = {}

@@ -88,7 +88,7 @@ def save(
     unfinished step; `StoreError` (an OSError, with path, offset, bytes and errno) if the disk is full or fails. Both
     leave the earlier file as it was. Save between steps; other threads that train with `model` wait meanwhile.
     Gradients are not saved. Of a group of ranks, rank 0 writes the file, alone, or while the others, which call this
-    too, wait for it: `PeerError` if it fails.
+    too, wait for it: `PeerError` if it fails. With `wait=False` they get handles that end with its own.
     """
     refuse_other_than_modules(model)
     kept = None if keep is None else Kept(os.fspath(path), extra, keep)
@@ -98,9 +98,11 @@ def save(
         if wait:
             sharing.save(file, lambda: _write(file, model, *_contents(model, optimizer, extra), kept).wait())
             return None
-        registry.refuse_of_ranks(model.parameters(), "hetmem.save(…, wait=False)")
-        held = held_chunks(models)
-        return _write(file, model, *_contents(model, optimizer, extra), kept, models, held)
+        held = held_chunks(models) | sharing.written()
+        return sharing.begin_save(
+            file,
+            lambda ends: _write(file, model, *_contents(model, optimizer, extra), kept, models, held, sharing, ends),
+        )
 
 
 def _write(
@@ -111,17 +113,23 @@ def _write(
     kept: Kept | None,
     models: Sequence[Interception] = (),
     held: Collection[Chunk] = (),
+    sharing: Sharing | None = None,
+    ends: ExitStack | None = None,
 ) -> SaveHandle:
-    """Write `tensors` and `texts` to `file`: in the background what lies in homes of `models`, but in `held` chunks."""
+    """Write `tensors` and `texts` to `file`: in the background what lies in homes of `models`, but in `held` chunks, as
+    all ranks of `sharing` see them. `ends` is closed once all is done."""
     stored = arrange(tensors)
     blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
     nbytes = len(blank) + data_nbytes(stored)
     with ExitStack() as stack:
+        if ends is not None:
+            stack.push(ends)
         if kept is not None:
             stack.push(kept.after)
         with HELD_BACK:  # no interrupt between the new file and its removal
             fd = stack.enter_context(replacing(file, nbytes))
-        later = pieces_at_home(models, stored, tensors, _counters(model), held) if models else {}
+        at_home = tensors if sharing is None else sharing.shared(tensors)
+        later = pieces_at_home(models, stored, at_home, _counters(model), held) if models else {}
         names = {piece.stored.name for pieces in later.values() for piece in pieces}
         checks = write_tensors(fd, file, len(blank), [one for one in stored if one.name not in names], tensors)
 

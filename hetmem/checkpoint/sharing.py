@@ -6,15 +6,18 @@ brings one of every N to the homes; what each rank has for itself (buffers, step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 import torch
 
+from hetmem.checkpoint.background import PeerHandle, SaveHandle
 from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
-from hetmem.memory.chunk import Role, elements
+from hetmem.memory.chunk import Chunk, Role, elements
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.ranks.group import Ranks
 
@@ -40,6 +43,27 @@ class Sharing:
         elif self._ranks.machines is None or self._ranks.machines.index == 0:
             self._ranks.saves.by_rank_0(path, write)
 
+    def begin_save(self, path: str, write: Callable[[ExitStack], SaveHandle]) -> SaveHandle:
+        """Return the handle of a save of `path` in the background: on one rank that of `write(file)`, which closes
+        `file` at the end; on the others of its machine one that waits for that."""
+        if self._ranks is None:
+            return write(ExitStack())
+        if self._ranks.machines is not None and self._ranks.machines.index:
+            others = SaveHandle(path, -1, 0, 0, {})
+            others.end()
+            return others
+        saves, waits = self._ranks.saves, self._ranks.waits
+        key = saves.key(path)
+        if self._ranks.rank:
+            peer = PeerHandle(path, partial(saves.is_noted, key), partial(saves.await_rank_0, path, key))
+            saves.end_last = peer.end_unseen
+            return peer
+        file = ExitStack()
+        file.push(lambda kind, error, at: saves.note(key, failed=error is not None))
+        handle = saves.begin(key, lambda: write(file))
+        waits.saves = lambda: not handle.done()
+        return handle
+
     def together(self, what: str, do: Callable[[], T], said: Callable[[T], str] = str) -> T:
         """Return `do()`, once all ranks have done it, as `Ranks.together` does."""
         return do() if self._ranks is None else self._ranks.together(what, do, said)
@@ -63,6 +87,17 @@ class Sharing:
             return None
         flat = elements(mapping.buffer(start, tensor.nbytes), tensor.dtype, tensor.numel())
         return flat.as_strided(tensor.shape, tensor.stride())
+
+    def shared(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return `tensors`, those that lie in homes in the memory that all ranks share."""
+        homes = ((name, tensor, self.home(tensor)) for name, tensor in tensors.items())
+        return {name: tensor if home is None else home for name, tensor, home in homes}
+
+    def written(self) -> set[Chunk]:
+        """Return the chunks that the program has written to, whose homes have not got that yet: they are in the file as
+        this rank sees them."""
+        ranked = None if self._by is None else self._by.gradients.ranked
+        return set() if ranked is None else ranked.writes.chunks()
 
     def bring_writes_home(self) -> None:
         """Bring what the programs of all ranks have written alike home, which would hide what is loaded there. Raises

@@ -55,6 +55,11 @@ class Outgoing:
         save = self.save
         return save is not None and not save.is_out(chunks)
 
+    def ask_for(self, chunks: Collection[Chunk]) -> None:
+        """Have a save that runs write `chunks` next."""
+        if (save := self.save) is not None:
+            save.call_when_out(chunks, bool)
+
     def wait_for(self, chunks: Collection[Chunk]) -> None:
         """Wait until homes of `chunks` may be written to."""
         if (save := self.save) is not None and not save.is_out(chunks):

@@ -72,6 +72,7 @@ class RankedGradients:
         if self.writes.pages:
             listeners = self._sink.listeners
             self.writes.refuse_in({managed.chunk for listener in listeners for managed in listener.begun()})
+            self._sink.runtime.outgoing.wait_for(self._sink.runtime.chunks)  # as all bring a part of them home then
         has = [*map(_is_there, map(_GRADIENT, self._parameters))]
         self._ranks.words.has_gradient[self._ranks.rank] = has
 

@@ -135,6 +135,10 @@ class RankedWrites:
         managed.version = managed.counter._version
         raise not_yet(f"a write of the program to {managed.name} within a forward")
 
+    def chunks(self) -> set[Chunk]:
+        """Return the chunks that the program has written to and that are not home yet."""
+        return {chunk for chunk, _, _ in self._homes_of(self._find())}
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _find(self) -> list[int]:

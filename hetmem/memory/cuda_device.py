@@ -153,6 +153,14 @@ class CudaDevice(Device):
     def kept_bytes(self) -> int:
         return int(torch.cuda.memory_reserved(self.torch_device))
 
+    def told_free(self) -> str:
+        (free, total), kept = torch.cuda.mem_get_info(self.torch_device), self.kept_bytes()
+        others = max(0, total - free - kept)
+        return (
+            f": {format_size(free)} are free, this process keeps {format_size(kept)}, in which tensors take "
+            f"{format_size(self.allocated_bytes())}, and other programs {format_size(others)}"
+        )
+
     def fragment_bytes(self) -> int:
         return self._fragment_bytes
 

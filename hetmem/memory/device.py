@@ -171,6 +171,10 @@ class Device:
         """Return the bytes of the device that this process keeps from others, free memory of its allocator too."""
         return self.allocated_bytes()
 
+    def told_free(self) -> str:
+        """Return what of it is free, and who has the rest, as the end of a sentence; "" if no others can."""
+        return ""
+
     def fragment_bytes(self) -> int:
         """Return the most bytes that its allocator had at one time between tensors: free, and of no use to others."""
         return 0

@@ -32,6 +32,7 @@ class RankedSteps:
     def __init__(self, interception: Interception, ranks: Ranks) -> None:
         gradients = interception.gradients.ranked
         assert gradients is not None, "it is made with the ranks"
+        self._outgoing, self._chunks = interception.runtime.outgoing, interception.runtime.chunks
         self._gradients, self._ranks, self._engine = gradients, ranks, interception.runtime.traffic.engine
         self._settling: list[ChunkUpdate] = []
         """Updates that this step has begun early, and whose gradients of this rank are not all at home."""
@@ -45,6 +46,7 @@ class RankedSteps:
     def begin(self, optimizer: SteppingOptimizer) -> None:
         """Wait until all ranks have come to a step, and take part in their backwards meanwhile; then compare options,
         and which parameters have gradients."""
+        self._outgoing.wait_for(self._chunks)  # of a save of rank 0: no rank updates before that comes
         name, handed_out = f"a step of {type(optimizer).__name__}", self._ranks.words.handed_out
         handed_out[self._ranks.rank] = optimizer.states.handed_out
         self._ranks.meet(name, serve=_take_part)
@@ -100,13 +102,16 @@ class RankedSteps:
         return all(managed in members.managed for managed in chunk.parameters if managed.parameter.requires_grad)
 
     def offer(self, update: ChunkUpdate) -> None:
-        """Have `update` begin once all ranks have offered it. This rank makes no more gradients of its chunk."""
+        """Have `update` begin once all ranks have offered it: this one offers it as its gradients, of which it makes no
+        more, are at home, and a save in the background has written its chunk."""
         self._settling.append(update)
+        self._outgoing.ask_for(update.chunks)
 
     def ready(self, *, all_there: bool = False) -> list[ChunkUpdate]:
         """Return updates that may begin now, each once: those that all ranks have offered, or, as all are in a step,
         all of this rank."""
-        settled = [update for update in self._settling if self._gradients.are_home(update.chunk)]
+        home = [update for update in self._settling if self._gradients.are_home(update.chunk)]
+        settled = [update for update in home if not self._outgoing.holds(update.chunks)]
         if settled:
             self._settling = [update for update in self._settling if update not in settled]
             self._offered += settled

@@ -164,15 +164,18 @@ class ResidentShare:
         memory = self._runtime.memory
         self._runtime.outgoing.wait_for([chunk for chunk, _ in left])
         with self._runtime.room.moving_homes():
-            memories = [
-                {
-                    role: memory.device.allocate(chunk.home_nbytes(role))
-                    for role, home in chunk.homes.items()
-                    if home.tier is not Tier.DEVICE
-                }
-                for chunk, _ in left
-            ]
-            memory.set_aside_on_device([self._sink.loans.bytes_for(chunk) for chunk, _ in left if self._borrows(chunk)])
+            memories: list[dict[Role, RawMemory]] = [{} for _ in left]
+            try:
+                for (chunk, _), into in zip(left, memories, strict=True):
+                    for role, home in chunk.homes.items():
+                        if home.tier is not Tier.DEVICE:
+                            into[role] = memory.device.allocate(chunk.home_nbytes(role))
+                borrowing = [self._sink.loans.bytes_for(chunk) for chunk, _ in left if self._borrows(chunk)]
+                memory.set_aside_on_device(borrowing)
+            except torch.OutOfMemoryError:
+                for into in memories:
+                    into.clear()  # the error holds this frame
+                raise
             for (chunk, moved), into in zip(left, memories, strict=True):
                 for role in into:
                     self._copy(Link.HOST_TO_DEVICE, chunk, role, into[role], chunk.homes[role].memory)

@@ -55,6 +55,8 @@ class Waits:
         self.place = "outside of backwards and steps"
         words.set_place(rank, self.place)
         self._circle: tuple[float, list[int], list[int]] | None = None
+        self.saves: Callable[[], bool] = never
+        """Whether this rank writes a file in the background, which others may wait for."""
 
     def close(self) -> None:
         """Watch the others no more."""
@@ -117,7 +119,7 @@ class Waits:
             while not reached():
                 HELD_BACK.raise_here()
                 serve()
-                words.waiting[rank] = not busy()
+                words.waiting[rank] = not (busy() or self.saves())
                 words.polls[rank] += 1
                 time.sleep(pause)
                 pause, now = min(2 * pause, _LONGEST_PAUSE), time.monotonic()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,28 @@ class Trains:
         hetmem.save(path, self.model, self.optimizer, {"epoch": 3})
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
+    def write(self) -> None:
+        """To a weight, alike on all ranks: its home has it once they come to a backward."""
+        with torch.no_grad():
+            next(p for p in self.model.parameters() if p.requires_grad).mul_(0.5)
+
+    def step_beside_a_save(self, path: str, number: int, batches: list[int]) -> None:
+        """A step beside a save in the background, of which nothing is written for a while."""
+        real, may = os.pwritev, threading.Event()
+
+        def write(*arguments: Any) -> int:
+            if threading.current_thread().name == "hetmem-checkpoint":
+                assert may.wait(60)
+            return real(*arguments)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "pwritev", write)
+            handle = hetmem.save(path, self.model, self.optimizer, {"epoch": 3}, wait=False)
+            assert not handle.done()
+            threading.Timer(0.3, may.set).start()
+            self.step(number, batches)
+            handle.wait()
+
     def load(self, path: str) -> Any:
         return hetmem.load(path, self.model, self.optimizer)
 
@@ -72,8 +96,11 @@ def goes_on(rank: int, count: int, folder: str) -> tuple[str, str, dict[str, tor
         errors.append(f"{raised.type.__name__}: {raised.value}")
     assert difference(before, trains.values()) == [], "something is loaded"
     assert trains.load(f"{folder}/first") == {"epoch": 3}
+    del before  # else it holds states, which are in the file before the call returns
+    trains.write()
     again = trains.save(f"{folder}/again {count}")
-    trains.step(1, [rank])
+    trains.step_beside_a_save(f"{folder}/beside {count}", 1, [rank])
+    assert Path(f"{folder}/beside {count}").read_bytes() == Path(f"{folder}/again {count}").read_bytes()
     if rank == 0:
         trains.save(f"{folder}/of rank 0 alone {count}")
     digest = trains.save(f"{folder}/next {count}")
@@ -86,6 +113,7 @@ def in_one_process(count: int, folder: str) -> tuple[str, str, dict[str, torch.T
     """The same of one process that loads the file and runs the batches of `count` ranks in turn."""
     trains = Trains(2, count)
     trains.load(f"{folder}/first")
+    trains.write()
     again = trains.save(f"{folder}/again")
     trains.step(1, [*range(count)], count)
     digest = trains.save(f"{folder}/one {count}")
