@@ -25,7 +25,7 @@ BUDGET = hetmem.Budget(device="16MiB", host="64MiB", device_chunks="2MiB")
 class Trains:
     """A model and its optimizer, in a group or alone, that begin with other weights at each `seed`."""
 
-    def __init__(self, seed: int, count: int, *, trains_all: bool = False) -> None:
+    def __init__(self, seed: int, count: int, *, trains_all: bool = False, overlap: Any = "off") -> None:
         mixed = None if count == 3 else torch.bfloat16  # which a hook divides exactly by 2 and 4 alone
         made = PROGRAM.made()
         if trains_all:  # torch's checkpoints have states of all trained weights, or of none
@@ -35,7 +35,7 @@ class Trains:
             for p in made.parameters():
                 p += seed / 64
         self.model = hetmem.manage(made, BUDGET, device="sim", chunk_bytes="256KiB", mixed_precision=mixed)
-        self.optimizer = hetmem.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = hetmem.AdamW(self.model.parameters(), lr=1e-2, overlap=overlap)
 
     def step(self, number: int, batches: list[int], divided_by: int = 1) -> None:
         self.optimizer.zero_grad()
@@ -87,7 +87,7 @@ class Trains:
 def goes_on(rank: int, count: int, folder: str) -> tuple[str, str, dict[str, torch.Tensor], list[str]]:
     """Digests of the file that was loaded, saved again, and of the one a step later; all values then, and errors."""
     errors = []
-    trains = Trains(1, count)
+    trains = Trains(1, count, overlap="backward" if count == 2 else "off")
     trains.step(7, [rank])  # what is loaded replaces copies, gradients' homes and states
     before = trains.values()
     for path in ("damaged", "none" if rank == count - 1 else "first"):
@@ -96,11 +96,13 @@ def goes_on(rank: int, count: int, folder: str) -> tuple[str, str, dict[str, tor
         errors.append(f"{raised.type.__name__}: {raised.value}")
     assert difference(before, trains.values()) == [], "something is loaded"
     assert trains.load(f"{folder}/first") == {"epoch": 3}
-    del before  # else it holds states, which are in the file before the call returns
+    del before, raised  # else they hold states, which are in the file before the call returns
     trains.write()
     again = trains.save(f"{folder}/again {count}")
     trains.step_beside_a_save(f"{folder}/beside {count}", 1, [rank])
     assert Path(f"{folder}/beside {count}").read_bytes() == Path(f"{folder}/again {count}").read_bytes()
+    with pytest.raises(PeerError if rank else StoreError):
+        hetmem.save(f"{folder}/no folder/file", trains.model, wait=False).wait()
     if rank == 0:
         trains.save(f"{folder}/of rank 0 alone {count}")
     digest = trains.save(f"{folder}/next {count}")
