@@ -72,7 +72,7 @@ class Trains:
             patched.setattr(os, "pwritev", write)
             handle = hetmem.save(path, self.model, self.optimizer, {"epoch": 3}, wait=False)
             assert not handle.done()
-            threading.Timer(0.3, may.set).start()
+            threading.Timer(0.5, may.set).start()
             self.step(number, batches)
             handle.wait()
 
@@ -106,6 +106,8 @@ def goes_on(rank: int, count: int, folder: str) -> tuple[str, str, dict[str, tor
     if rank == 0:
         trains.save(f"{folder}/of rank 0 alone {count}")
     digest = trains.save(f"{folder}/next {count}")
+    trains.step_beside_a_save(f"{folder}/beside {count}", 2, [rank])
+    assert Path(f"{folder}/beside {count}").read_bytes() == Path(f"{folder}/next {count}").read_bytes()
     found = trains.values()
     hetmem.release(trains.model)
     return again, digest, found, errors
@@ -119,6 +121,7 @@ def in_one_process(count: int, folder: str) -> tuple[str, str, dict[str, torch.T
     again = trains.save(f"{folder}/again")
     trains.step(1, [*range(count)], count)
     digest = trains.save(f"{folder}/one {count}")
+    trains.step(2, [*range(count)], count)
     found = trains.values()
     hetmem.release(trains.model)
     return again, digest, found
