@@ -87,7 +87,7 @@ class Trains:
 def goes_on(rank: int, count: int, folder: str) -> tuple[str, str, dict[str, torch.Tensor], list[str]]:
     """Digests of the file that was loaded, saved again, and of the one a step later; all values then, and errors."""
     errors = []
-    trains = Trains(1, count, overlap="backward" if count == 2 else "off")
+    trains = Trains(1, count, overlap={2: "backward", 3: "forward"}.get(count, "off"))
     trains.step(7, [rank])  # what is loaded replaces copies, gradients' homes and states
     before = trains.values()
     for path in ("damaged", "none" if rank == count - 1 else "first"):
