@@ -352,8 +352,8 @@ def test_a_save_of_a_parked_model_and_of_a_plain_one(tmp_path: Path, writer: Wri
 def test_updates_wait_only_for_chunks_that_are_not_out_yet(tmp_path: Path, writer: Writer) -> None:
     """All but one weight is written, and all are updated meanwhile but those of its chunk."""
     run = trained(tmp_path, overlap="backward")
-    held, before = run.module.embedding.weight, {name: p._version for name, p in run.module.named_parameters()}
-    writer.holds = lambda nbytes: nbytes == held.nbytes
+    held, before = run.module.embedding.weight.nbytes, {n: p._version for n, p in run.module.named_parameters()}
+    writer.holds = lambda nbytes: nbytes == held
     handle, updated = run.save(tmp_path / "c", wait=False), set[str]()
 
     def look() -> None:
