@@ -20,7 +20,7 @@ PUBLIC = {
     "MemoryReport": "data save to_dict",
     "SimDevice": "SHARE allocate allocated_bytes available_bytes captures copier copy_in cores forget_peak "
     "fragment_bytes give_back gradient_out gradients_out kept_bytes peak_bytes pin pool remarks rows_in tell_refusals "
-    "torch_device watched",
+    "told_free torch_device watched",
     "Plan": "accumulate activation_bytes activation_choices activations advice approximations as_asked at_peak best "
     "between_steps binding "
     "budget budget_bytes "
