@@ -23,6 +23,8 @@ EXCHANGED = "tests/engine/test_exchanged_tensors.py::test_weights_that_are_excha
 UNSEEN = "tests/engine/test_unseen_writes.py::"
 SHARE = "tests/engine/test_share.py::"
 TURNS = "tests/accumulation/test_accumulate.py::"
+OF_RANKS = "tests/ranks/test_bits.py::test_weights_gradients_and_states_are_those_of_plain_torch["
+FAILURES = "tests/ranks/test_failures.py::"
 
 
 MUTATIONS = {
@@ -175,7 +177,7 @@ MUTATIONS = {
     ),
     "fetch from a home that is being written": Mutation(
         "schedule/supply.py",
-        "        self._suspended.update(blocks)\n",
+        "        self._suspended |= {*blocks}\n",
         "",
         "tests/optim/test_overlap.py::test_the_next_forward_runs_while_updates_do[host]",
     ),
@@ -410,6 +412,88 @@ MUTATIONS = {
         "        for each in self._by_id:\n            id(each)\n",
         "tests/intercept/test_call_counts.py::test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is",
     ),
+    "divide the gradients of ranks in another way": Mutation(
+        "engine/ranked_gradients.py",
+        "divided = arrived.to(dtype) / self._ranks.of_all",
+        "divided = arrived.to(dtype) * (1 / self._ranks.of_all)",
+        OF_RANKS + "3-names1]",
+        costly=True,
+    ),
+    "take the mean over the ranks that have come": Mutation(
+        "engine/ranked_gradients.py",
+        "divided = arrived.to(dtype) / self._ranks.of_all",
+        "divided = arrived.to(dtype) / int((self._ranks.words.entered >= self._turns.backward).sum())",
+        OF_RANKS + "3-names1]",
+        costly=True,
+    ),
+    "pass the turn of a rank as its copy is submitted": Mutation(
+        "schedule/turns.py",
+        "        self._adding[parameter] += count\n",
+        "        self._adding[parameter] += count\n        self._words.passed[self._rank][parameter] = self.backward\n",
+        "tests/ranks/test_turns.py::test_a_rank_waits_for_lower_ranks_and_begins_when_all_are_there",
+    ),
+    "have no rank compute a tile": Mutation(
+        "ranks/group.py",
+        "return (chunk + tile) % self.count == self.rank",
+        "return (chunk + tile) % self.count == self.rank != 0",
+        OF_RANKS + "3-names1]",
+        costly=True,
+    ),
+    "have two ranks compute a tile": Mutation(
+        "ranks/group.py",
+        "return (chunk + tile) % self.count == self.rank",
+        "return (chunk + tile) % self.count in (self.rank, self.rank - 1)",
+        OF_RANKS + "3-names1]",
+        costly=True,
+    ),
+    "zero states on ranks that do not compute them": Mutation(
+        "optim/update_pass.py",
+        "        if ranks is None:\n            state.zero_()\n            return\n",
+        "        state.zero_()\n        return\n",
+        "tests/ranks/test_bits.py::test_states_are_zeroed_by_the_ranks_that_compute_them",
+        costly=True,
+    ),
+    "close an update before the other ranks are done": Mutation(
+        "optim/update_queue.py",
+        "if self._of_ranks is not None and not failed:",
+        "if False:",
+        OF_RANKS + "3-names1]",
+        costly=True,
+    ),
+    "lose a private write": Mutation(
+        "engine/ranked_writes.py",
+        "mapping.bring_home(np.array_split(pages, ranks.count)[ranks.rank].tolist())",
+        "mapping.bring_home(np.array_split(pages[1:], ranks.count)[ranks.rank].tolist())",
+        OF_RANKS + "3-names1]",
+        costly=True,
+    ),
+    "take the write of one rank for that of all": Mutation(
+        "engine/ranked_writes.py",
+        "if len(self.pages) and (counts == counts[0]).all() and (mine == mine[0]).all():",
+        "if True:",
+        "tests/ranks/test_peers.py::test_what_differs_and_who_is_missing_is_an_error_by_name",
+        costly=True,
+    ),
+    "count waits for writes as those of a step": Mutation(
+        "ranks/group.py",
+        "self._all_count(self.words.brought, what)",
+        "self.meet(what)",
+        "tests/ranks/test_random_programs.py::test_ranks_have_the_bits_of_plain_torch[0:8]",
+        costly=True,
+    ),
+    "wait for other ranks without a name": Mutation(
+        "ranks/waits.py",
+        'words.set_place(rank, f"{self.place}, awaits {what}")',
+        "words.set_place(rank, self.place)",
+        "tests/ranks/test_turns.py::test_ranks_that_wait_for_each_other_are_an_error_that_says_where_they_are",
+    ),
+    "save what a step has half changed": Mutation(
+        "ranks/saves.py",
+        "                    self._refuse_half_stepped()\n",
+        "",
+        FAILURES + "test_others_are_told_and_the_last_step_can_be_saved[update-1]",
+        costly=True,
+    ),
     "evict a copy of which a call has handed a view out": Mutation(
         "engine/param_views.py",
         "        return are_held(used)\n",
@@ -434,11 +518,13 @@ import sys
 import numba
 import pytest
 
+from hetmem.ranks import launch
 from tests import mutated
 
 path, before, after, kernels, *tests = sys.argv[1:]
 if path:
     mutated.install(path, before, after)
+    launch.START[:] = ["fork"]
 if kernels:
     numba.config.CACHE_DIR = kernels
 options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=native"]  # other tracebacks parse each source that they show

@@ -19,6 +19,10 @@ from hetmem.ranks import join
 
 _IMPORTED = ["hetmem.ranks.join", "hetmem.ranks.prepared", "hetmem.testing"]
 
+START = ["forkserver"]
+"""How processes start. With "fork" they have what the caller has changed in functions of hetmem; it may have no other
+thread then."""
+
 
 def ranks(
     count: int,
@@ -36,7 +40,7 @@ def ranks(
     by a signal, which give None. Raises RuntimeError, with the tracebacks, if any has raised, or is still running after
     `seconds`; no process is left then.
     """
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context(*START)
     context.set_forkserver_preload([*_IMPORTED, function.__module__])
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
@@ -51,8 +55,9 @@ def ranks(
             found = _results([pipe for pipe, _ in pipes], seconds)
         finally:
             for process in processes:
-                process.kill()
-                process.join()
+                if process.pid is not None:  # it was started
+                    process.kill()
+                    process.join()
     failed = [
         f"rank {rank} {kind}: {value}"
         for rank, (kind, value) in enumerate(found)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import builtins
 import errno
 import fcntl
+import time
 from typing import Any
 
 import pytest
 import torch
 
+import hetmem
+from hetmem import testing
 from hetmem.testing import ranks
-from tests.ranks.programs import PROGRAMS, difference, trained
+from tests.ranks.programs import PROGRAMS, Program, difference, loss_of, trained, values
 
 UNEVEN, TILES = "other numbers of backwards", "checkpointed, chunks of several tiles"
 
@@ -66,3 +69,30 @@ def _compare(found: list[dict[str, dict[str, torch.Tensor]]], names: list[str]) 
                 assert difference(found[rank][name], expected) == [], (name, rank)
     finally:
         torch.set_num_threads(threads)
+
+
+def begins_anew(rank: int, seconds: float) -> dict[str, torch.Tensor]:
+    """A second optimizer over weights whose states have homes, while the last rank's updates begin late."""
+
+    def late(original: Any, *args: Any) -> Any:
+        time.sleep(seconds * rank)
+        return original(*args)
+
+    program = Program()
+    model = hetmem.manage(
+        program.made(), hetmem.Budget(device="16MiB", host="64MiB"), device="sim", chunk_bytes="64KiB"
+    )
+    for number in range(2):
+        optimizer = hetmem.AdamW(model.parameters(), lr=1e-2)
+        optimizer.zero_grad()
+        loss_of(model, program.batch(number, rank, 0)).backward()
+        with testing.around("tasks that update", late):
+            optimizer.step()
+    return values(model, optimizer)
+
+
+@pytest.mark.nightly
+def test_states_are_zeroed_by_the_ranks_that_compute_them() -> None:
+    found = ranks(2, begins_anew, 0.3)
+    assert difference(found[0], ranks(2, begins_anew, 0.0)[0]) == []
+    assert difference(*found) == []
