@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -63,7 +64,10 @@ class Drawn(nn.Module):
 
 
 def ctrl_c(*_: object) -> None:
-    raise KeyboardInterrupt
+    """On the main thread a signal comes, as from a terminal; others get none, so that theirs is an error of a hook."""
+    if threading.current_thread() is not threading.main_thread():
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
 
 
 def ctrl_c_in_backward(*_: object) -> None:
