@@ -63,7 +63,8 @@ class AllCopies:
             wanted = [chunk for chunk in chunks if chunk not in self.leased]
             present = {*traffic.bring_all([chunk.operand_block for chunk in wanted])} if wanted else set()
             found = [chunk for chunk in wanted if chunk.operand_block in present]
-            if found and traffic.use({chunk.operand_block: len(chunk.parameters) for chunk in found}):
+            uses = dict(zip(map(_OPERAND_BLOCK, found), map(len, map(_PARAMETERS, found)), strict=True))
+            if found and traffic.use(uses):
                 self.leased.update(dict.fromkeys(found))
         self.missing = {chunk for chunk in wanted if chunk not in self.leased}
         tracer.all_at_once(moment)

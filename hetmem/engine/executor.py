@@ -106,7 +106,7 @@ class Executor:
         self._engine = engine
         self._bindings = bindings
         self._events = events
-        self._sanitize = sanitize
+        self._sanitize, self._unlimited = sanitize, engine.unlimited(_IN)
         self.watch: OperatorWatch = NoWatch()
         self._at_work: Callable[[], set[object] | None] = lambda: None
         self._commands: deque[Command] = deque()
@@ -429,7 +429,7 @@ class Executor:
             if tier is DEVICE:  # a cast on the compute stream; nothing crosses a link
                 copy_in(target, source)
                 self.mark_use(slot)
-            elif (now or nbytes < SMALL_BYTES) and engine.unlimited(_IN):
+            elif (now or nbytes < SMALL_BYTES) and self._unlimited:
                 before = self._events.here() if now else None
                 engine.copy_now(_IN, copy_in, nbytes, command, target, source)
                 if before is not None:

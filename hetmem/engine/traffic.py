@@ -187,7 +187,7 @@ class Traffic:
             return [*blocks]
         if commands := residency.prefetch(blocks, DEVICE):
             self.execute(commands)
-        return [block for block in blocks if residency.state(block, DEVICE) is CopyState.VALID]
+        return residency.in_state(blocks, CopyState.VALID)
 
     def release_all(self, uses: Mapping[int, int]) -> None:
         """End leases on the device, by block their number; slots are free behind launched compute that uses them."""

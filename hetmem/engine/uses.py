@@ -149,7 +149,7 @@ class Uses:
     def use_in_a_row(self, row: UseRow) -> bool:
         """Do `use` for each use of `row`, which `Residency.still` counts, at once. Returns False, with nothing begun,
         if that is impossible now."""
-        if _functions_around() or any(map(_BOUND, row.used)) or not self.rows.begin(row):
+        if {*map(_BOUND, row.used)} != {0} or _functions_around() or not self.rows.begin(row):
             return False
         self.rows.count(row, row.length)
         self._bindings.bind(row.used)

@@ -114,7 +114,7 @@ class PartHooks:
         if self._off:
             return True
         found: list[Any] = [*map(getitem, self._where, self._names)]
-        all_alone = set(map(len, found)) <= {1} and all(map(contains, found, self._numbers))
+        all_alone = {*map(len, found)} <= {1} and False not in map(contains, found, self._numbers)
         if not all_alone:
             alone = [len(of) == 1 and number in of for of, number in zip(found, self._numbers, strict=True)]
             lists = self._where, self._names, self._numbers
@@ -127,7 +127,7 @@ class PartHooks:
     def put_back(self) -> None:
         """Put the hooks back, before any registered meanwhile."""
         off, self._off = self._off, []
-        added = any(off)
+        added = True in map(bool, off)
         run_through(map(setitem, off, self._numbers, self._hooks))
         for hooks, number in zip(off, self._numbers, strict=True) if added else ():
             hooks.move_to_end(number, last=False)

@@ -168,7 +168,7 @@ class Rows:
         top = _top_hooks(True)
         if type(top[0]) is not Pack if top is not None else torch.is_grad_enabled():
             return False  # what hooks of others keep is seen at each call
-        if any(map(contains, row.names, repeat(_COMPILED))):  # since it was learned: compiled parts are regions
+        if True in map(contains, row.names, repeat(_COMPILED)):  # since it was learned: compiled parts are regions
             self.forget()
             return False
         if not self._runtime.uses.use_in_a_row(row.uses):

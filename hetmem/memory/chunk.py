@@ -216,13 +216,16 @@ class Chunk:
     def source(self, role: Role, memory: RawMemory | None = None) -> torch.Tensor | CodedHome:
         """Return what a copy to the device is made of: `flat(role)`, or `over(role, memory)`; of quantised weights the
         `CodedHome`."""
+        home = self.homes[role]
+        if memory is None and home.flat is not None and home.has_own_pages is None:
+            return home.flat
         if self.codes and role == Role.PARAM:
-            memory = self.homes[role].memory if memory is None else memory
+            memory = home.memory if memory is None else memory
             with torch.inference_mode(False):
                 return CodedHome(elements(memory, torch.uint8, self.spec.coded_bytes), self.codes)
-        has_own_pages = self.homes[role].has_own_pages
+        has_own_pages = home.has_own_pages
         if memory is None and has_own_pages is not None and has_own_pages():
-            memory = self.homes[role].private
+            memory = home.private
         return self.flat(role) if memory is None else self.over(role, memory)
 
     def flat(self, role: Role) -> torch.Tensor:

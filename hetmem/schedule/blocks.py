@@ -155,11 +155,15 @@ class Order:
             touched.clear()
         ranks, rank_of = self._ranks, self._rank_of
         for block in touched:
+            rank = self._rank(block) if block in copies else None
             if block in rank_of:
-                del ranks[bisect_left(ranks, rank_of.pop(block))]
-            if block in copies:
-                rank = rank_of[block] = self._rank(block)
+                before = rank_of[block]
+                if rank == before:
+                    continue
+                del ranks[bisect_left(ranks, before)], rank_of[block]
+            if rank is not None:
                 insort(ranks, rank)
+                rank_of[block] = rank
         touched.clear()
         return ranks
 

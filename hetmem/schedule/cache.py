@@ -256,7 +256,7 @@ class Cache:
                 elif block not in comes_by_itself:
                     yield block
             if self.complete == at:  # no block that is used sooner was evicted meanwhile
-                complete = all(map(copies.__contains__, uses[at % count]))
+                complete = False not in map(copies.__contains__, uses[at % count])
             at += 1
         if complete:
             self.complete = self._complete_from(end, 4 * lookahead)

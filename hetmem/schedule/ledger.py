@@ -88,7 +88,7 @@ class Ledger:
         self.counts.fetches[tier] += 1
         if source is HOST and self.blocks[block].home is NVME:  # in use while the device is fed from it
             self.caches[HOST].copies[block].uses += 1
-        commands.append(_tuple(Fetch, (block, source, tier, copy.slot)))
+        commands += (_tuple(Fetch, (block, source, tier, copy.slot)),)
 
     def write(self, block: int, copy: Copy, commands: list[Command]) -> None:
         """Begin to write home `copy`, the dirty one of `block` in HOST staging."""
@@ -107,15 +107,16 @@ class Ledger:
         cache.remove(block)
         if copy.slot >= 0:
             cache.slots.give(copy.slot, self.blocks[block].span)
-            commands.append(_tuple(Drop, (block, tier, copy.slot)))
+            commands += (_tuple(Drop, (block, tier, copy.slot)),)
 
     def answered(self, command: Fetch | Write, event: str) -> tuple[Copy, Cache]:
         """Return the copy that `command` moved, which is no longer in flight, and the cache that has it: `event` is
         "done" or "failed"."""
         block, source, tier, slot = command if type(command) is Fetch else (command.block, None, HOST, command.slot)
         cache = self.caches[tier]
-        copy = cache.copies.get(block)
-        if copy is None or copy.slot != slot or not (copy.writing if source is None else copy.state is LOADING):
+        if block not in cache.copies or (copy := cache.copies[block]).slot != slot:
+            raise self.illegal(block, tier, f"{command} {event}")
+        if not (copy.writing if source is None else copy.state is LOADING):
             raise self.illegal(block, tier, f"{command} {event}")
         if source is None:
             copy.writing = False

@@ -191,7 +191,7 @@ class Supply:
             if known.slots > cache.limit and not self._leaves_slots(block, cache):
                 return
             self._bring_in(block, cache, commands)
-            cache.unused.discard(block)  # renewed for any later use, so it may be evicted
+            cache.unused -= {block}  # renewed for any later use, so it may be evicted
             cache.prefetch_at = 0  # the next missing block may be needed sooner
 
     def _leaves_slots(self, block: int, cache: Cache) -> bool:
@@ -240,7 +240,7 @@ class Supply:
                 return False
         copy = cache.add(block, Copy(WAITING, slot, last_use=self._ledger.tick))
         if on_device:
-            cache.unused.add(block)
+            cache.unused |= {block}
         self._ledger.fetch(block, HOST if on_device else NVME, cache, copy, commands)
         return True
 

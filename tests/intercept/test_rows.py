@@ -161,23 +161,29 @@ def without_rows(managed: Any) -> None:
         part.register_forward_hook(lambda module, args, output: None)
 
 
-@pytest.mark.parametrize("how", ["trains", "evaluates", "in turns"])
-def test_what_moves_is_what_single_calls_move(how: str) -> None:
+@pytest.mark.parametrize(("how", "most"), [("trains", 0.82), ("evaluates", 0.66), ("in turns", 0.92)])
+def test_what_moves_is_what_single_calls_move(how: str, most: float) -> None:
+    """With at most the part `most` of the calls that these take beside plain torch, whose modules have the same
+    hooks."""
     seen, trains = [], how != "evaluates"
     for each_alone in (False, True):
         trained = Trained(turns=how == "in turns")
         managed, inside = trained.managed, testing.of(trained.managed)
         if each_alone:
             without_rows(managed)
+            without_rows(trained.plain)
         with torch.set_grad_enabled(trains):
             for _ in range(6):
                 trained.train(1) if trains else managed(trained.x)
-            _, calls = counted(lambda trained=trained: trained.compute(trained.managed))
-        seen.append((inside.transfers(), inside.operators(), calls))
+            calls, own = (
+                counted(lambda model=model, trained=trained: trained.compute(model) if trains else model(trained.x))[1]
+                for model in (managed, trained.plain)
+            )
+        seen.append((inside.transfers(), inside.operators(), calls - own))
     (moved, used, calls), (moved_alone, used_alone, calls_alone) = seen
     assert moved == moved_alone
     assert used == used_alone
-    assert not trains or calls < 0.96 * calls_alone
+    assert calls < most * calls_alone
 
 
 @pytest.mark.parametrize(
