@@ -133,13 +133,13 @@ def test_only_float32_parameters_have_copies(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(("overlap", "place"), mostly(OVERLAPS, SLOTS, ["off"]))
 def test_training_equals_torch(overlap: str, accumulation: int, place: str, tmp_path: Path) -> None:
-    keeps_sums = place == "some without" and overlap != "off" and accumulation > 1  # from the first step on
-    host = {"host": 14 * CHUNK} if keeps_sums else {}
-    plain, managed = pair(Tower, room(place, tmp_path, **host), tmp_path, mixed_precision=BF16)
-    homes = [chunk.homes for chunk in testing.of(managed).chunks()]
-    assert any("compute" not in roles for roles in homes) == (place == "some without")
+    plain, managed = pair(Tower, room(place, tmp_path), tmp_path, mixed_precision=BF16)
     optimizers = adamws(plain, managed, overlap=overlap)
     recipe = Recipe(accumulation=accumulation, mixed=BF16)
+    if place == "some without" and overlap != "off" and accumulation > 1:
+        with pytest.raises(RuntimeError, match="more backwards than host memory has room to keep gradients of"):
+            train_both(plain, managed, token_batches(3 * accumulation), recipe, optimizers=optimizers)
+        return
     train_both(plain, managed, token_batches(3 * accumulation), recipe, optimizers=optimizers)
     assert_true_copies(managed)
 
