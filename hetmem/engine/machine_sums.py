@@ -29,7 +29,6 @@ _ANNOUNCED = 5
 """Bytes in front of what a machine says of each parameter: what it does, and a hash of what its program has written."""
 _PAUSE_SECONDS = 1e-3
 """How often the thread looks whether the next chunk is complete."""
-_AWAITED = "sums of gradients of the other machines"
 
 
 class MachineSums:
@@ -101,7 +100,7 @@ class MachineSums:
         thread = self._thread
         assert thread is not None
         self._stop.set()
-        self._ranks.waits.until(lambda: not thread.is_alive(), _AWAITED, busy=lambda: True)
+        self._machines.wait(lambda: not thread.is_alive(), "sums of gradients of the other machines")
         if self._error is not None:
             raise self._error
         while self._left:

@@ -118,8 +118,9 @@ class JoinedRanks:
         pool = SharedPool(nbytes, SharedMapping(descriptor, skipped, nbytes), words, descriptor)
         others = None
         if len(machines) > 1:
-            counterparts = self._group_of([ranks[own] for _, ranks in machines], patience)
-            others = Machines(index, [name for name, _ in machines], counterparts, waits)
+            counterparts = [ranks[own] for _, ranks in machines]
+            names = [name for name, _ in machines]
+            others = Machines(index, names, counterparts, self._group_of(counterparts, patience), waits)
         self.exchange("")  # the first ranks keep their files until all have them
         return Ranks(own, len(here), words, waits, pool, others)
 

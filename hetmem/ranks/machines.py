@@ -24,18 +24,29 @@ _GATHERED = 4
 """Up to so many machines get the parts of all others; more add one share each, and then get the sums."""
 
 _HAS_FAILED = -1
+_TAG = 53
+"""Of words that nobody receives."""
 
 
 class Machines:
-    """Machine `index` of `count`, as a rank whose counterparts are `group` sees them."""
+    """Machine `index` of those with `names`, as a rank whose counterparts, of the numbers `ranks`, are `group` sees
+    them."""
 
-    def __init__(self, index: int, names: Sequence[str], group: Any, waits: Waits, *, beside: bool = False) -> None:
-        self.index, self.count = index, len(names)
-        self.names, self._group, self._waits, self._beside = names, group, waits, beside
+    def __init__(
+        self, index: int, names: Sequence[str], ranks: Sequence[int], group: Any, waits: Waits, *, beside: bool = False
+    ) -> None:
+        self.index, self.count, self.names, self._ranks = index, len(names), names, ranks
+        self._group, self._waits, self._beside = group, waits, beside
+        self._last_words: list[Any] = []
+        """Kept until this rank ends."""
 
     def beside(self) -> Machines:
         """Return these machines for a thread that runs beside the one that trains, and looks after nothing else."""
-        return Machines(self.index, self.names, self._group, self._waits, beside=True)
+        return Machines(self.index, self.names, self._ranks, self._group, self._waits, beside=True)
+
+    def wait(self, reached: Callable[[], bool], what: str) -> None:
+        """Wait for `what`, which comes from the other machines. Raises `PeerError` if it cannot come."""
+        self._waits.until(reached, f"{what} ({self._told(self._others())})", busy=lambda: True)
 
     def gathered(self, mine: torch.Tensor, what: str) -> torch.Tensor:
         """Return `mine`, a tensor in host memory, of all machines, a row each. Raises `PeerError` if one is lost."""
@@ -112,15 +123,31 @@ class Machines:
     def _end(self, work: Any, what: str) -> None:
         """Wait for `work`. Raises `PeerError` if a counterpart is lost, or gives no sign."""
         if not self._beside:
-            self._waits.until(work.is_completed, what, busy=lambda: True)
+            self.wait(work.is_completed, what)
         try:
             work.wait()
         except RuntimeError as error:
-            others = [name for at, name in enumerate(self.names) if at != self.index]
+            lost = [at for at in self._others() if self._is_closed(at)] or self._others()
             raise PeerError(
-                f"the connection to another machine ({', '.join(others)}) has ended while this rank awaited {what}: "
+                f"the connection to another machine ({self._told(lost)}) has ended while this rank awaited {what}: "
                 f"{str(error).splitlines()[0]}. {self._waits.where()}"
             ) from error
+
+    def _others(self) -> list[int]:
+        return [at for at in range(self.count) if at != self.index]
+
+    def _told(self, machines: list[int]) -> str:
+        return " or ".join(f"{self.names[at]}, rank {self._ranks[at]}" for at in machines)
+
+    def _is_closed(self, at: int) -> bool:
+        """Return whether the connection to a machine is known to have ended: all have once an exchange took too long,
+        and then `monitored_barrier` cannot tell who is missing either."""
+        word = torch.zeros(1, device="cpu")
+        try:
+            self._last_words.append((word, dist.isend(word, group=self._group, group_dst=at, tag=_TAG)))
+        except RuntimeError:
+            return True
+        return False
 
 
 def _within(spans: Sequence[tuple[slice, list[int]]], piece: slice) -> Iterator[tuple[slice, list[int]]]:

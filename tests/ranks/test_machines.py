@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -53,34 +54,51 @@ def step(rank: int, number: int, model: nn.Module, optimizer: hetmem.AdamW) -> N
     optimizer.zero_grad()
 
 
-def loses_a_machine(rank: int, place: str, path: str) -> str:
+def loses_a_machine(rank: int, lost: int, place: str, path: str) -> tuple[str, float]:
+    """What rank `lost` leaves the others: an error, and how many seconds that takes."""
     model, optimizer = managed()
-    step(rank, 0, model, optimizer)
-    if rank == 1:
+    for number in range(2):
+        step(rank, number, model, optimizer)
+    if rank == lost:
         if place == "backward":
             model.blocks[0].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         elif place == "step":
             optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         else:
             os.kill(os.getpid(), signal.SIGKILL)
-    if place == "save":
-        hetmem.save(path, model, optimizer)
+    began = time.monotonic()
     try:
-        step(rank, 1, model, optimizer)
+        if place == "save":
+            hetmem.save(path, model, optimizer)
+        step(rank, 2, model, optimizer)
     except HetmemError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "nothing", 0.0
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", ["forward", "backward", "step", "save"])
-def test_a_machine_that_is_lost_is_named(place: str, tmp_path: Path) -> None:
-    """The first machine, which writes files, needs no other for that."""
+def test_a_machine_that_is_lost_is_named_in_time(place: str, tmp_path: Path) -> None:
+    """Each rank has an error: of its own machine, of its counterpart, or of another rank's. The first machine, which
+    writes files, needs no other for that."""
     path = str(tmp_path / "run.safetensors")
-    told = ranks(2, loses_a_machine, place, path, machines=2, dies=(1,))[0]
-    assert told.startswith("PeerError: the connection to another machine (machine 1) has ended while this rank awaited")
-    assert f"rank 0: a {'step' if place == 'step' else 'backward'}" in told
+    found = ranks(4, loses_a_machine, 3, place, path, machines=2, dies=(3,))
+    assert found.pop() is None
+    for told, seconds in found:
+        assert told.startswith("PeerError: ") and seconds < 20, told
+    (first, _), (counterpart, _), (beside, _) = found
+    where = "a step" if place == "step" else "a backward"
+    assert counterpart.startswith("PeerError: the connection to another machine (machine 1, rank 3) has ended")
+    assert "rank 3" in beside and f"rank 1: {where}" in counterpart
+    assert "rank 1" in first or "machine 1, rank 2" in first
     assert Path(path).exists() == (place == "save")
+
+
+@pytest.mark.nightly
+def test_one_of_three_machines_that_is_lost_is_named(tmp_path: Path) -> None:
+    found = ranks(3, loses_a_machine, 1, "forward", str(tmp_path / "run"), machines=3, dies=(1,))
+    for told, _ in (found[0], found[2]):
+        assert told.startswith("PeerError: the connection to another machine (") and "machine 1, rank 1" in told
 
 
 def saves(rank: int, path: str) -> dict[str, Tensor]:
