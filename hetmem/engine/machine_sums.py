@@ -12,6 +12,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from hetmem.engine.ranked_writes import RankedWrites
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.ranks.group import Ranks
-from hetmem.ranks.words import Doing, fence
+from hetmem.ranks.words import Doing
 
 if TYPE_CHECKING:
     from hetmem.ranks.machines import Machines  # imports torch.distributed, which one process does without
@@ -104,7 +105,9 @@ class MachineSums:
         if self._error is not None:
             raise self._error
         while self._left:
-            self._exchange(self._left[0], self._machines, open_home)
+            chunk = self._left[0]
+            self._ranks.waits.until(partial(self._is_complete, chunk), "updates that other ranks compute")
+            self._exchange(chunk, self._machines, open_home)
             self._left.popleft()
         any_late = self._agree()
         self._ranks.summed()
@@ -125,14 +128,18 @@ class MachineSums:
             self._error = error
 
     def _awaits(self, chunk: Chunk) -> bool:
-        """Wait until all ranks of this machine have passed their turns of `chunk`. Return False if the thread that
-        trains is to exchange it, which has come to the end, and may open a home."""
-        words, numbers = self._ranks.words, self._numbers[chunk]
-        while not (words.passed[:, numbers] >= self._backward).all():
-            if self._stop.wait(_PAUSE_SECONDS) or words.error(self._ranks.rank):
+        """Wait until `chunk` is complete. Return False if the thread that trains is to exchange it, which has come to
+        the end, and may open a home."""
+        while not self._is_complete(chunk):
+            if self._stop.wait(_PAUSE_SECONDS) or self._ranks.words.error(self._ranks.rank):
                 return False
-        fence()
         return Role.GRAD in chunk.homes and not self._stop.is_set()
+
+    def _is_complete(self, chunk: Chunk) -> bool:
+        """Return whether all ranks of this machine have passed their turns of `chunk`, and no update of an earlier step
+        reads its gradients any more."""
+        passed = bool((self._ranks.words.passed[:, self._numbers[chunk]] >= self._backward).all())
+        return passed and self._ranks.updates.computed_by_all([chunk.spec.index])  # which makes what they wrote visible
 
     def _announce(self, doing: Doing, machines: Machines) -> bool:
         """Say what this machine has come to, and return whether all have come to a step. Raises `PeerError` if another

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.testing import norm
+from tests.pairs import every_two_meet
 
 WIDTH = 64
 
@@ -22,7 +24,8 @@ WIDTH = 64
 class GPT(nn.Module):
     """Tied embeddings, a frozen layer, a weight that no forward uses, and a layer that only odd batches use."""
 
-    def __init__(self, words: int, *, recomputes: bool) -> None:
+    def __init__(self, words: int, *, recomputes: bool, adapts: bool = False) -> None:
+        """`adapts`: adapters behind blocks, all of whose matrices are frozen."""
         super().__init__()
         self.recomputes = recomputes
         self.words = nn.Embedding(words, WIDTH)
@@ -32,11 +35,16 @@ class GPT(nn.Module):
         )
         self.blocks[1].linear1.requires_grad_(False)
         self.unused, self.odd = nn.Linear(7, 3), nn.Linear(WIDTH, WIDTH)
+        made = (nn.Sequential(nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH)) for _ in self.blocks)
+        self.adapters = nn.ModuleList(made if adapts else ())
+        for p in self.blocks.parameters() if adapts else ():
+            p.requires_grad_(p.dim() < 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.words(tokens)
-        for block in self.blocks:
+        for block, adapter in zip_longest(self.blocks, self.adapters):
             hidden = checkpoint(block, hidden, use_reentrant=False) if self.recomputes else block(hidden)
+            hidden = hidden if adapter is None else hidden + adapter(hidden)
         if tokens[0, 0] % 2:
             hidden = self.odd(hidden)
         return hidden @ self.words.weight.T
@@ -62,6 +70,7 @@ class Program:
 
     words: int = 1030
     recomputes: bool = False
+    adapts: bool = False
     chunk_bytes: str = "256KiB"
     device_chunks: str = "2MiB"
     steps: int = 3
@@ -84,7 +93,7 @@ class Program:
 
     def made(self) -> GPT:
         torch.manual_seed(5)
-        return GPT(self.words, recomputes=self.recomputes)
+        return GPT(self.words, recomputes=self.recomputes, adapts=self.adapts)
 
     def batch(self, step: int, rank: int, micro: int) -> Tensor:
         made = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
@@ -137,8 +146,9 @@ class Program:
                 losses.append(loss.item())
                 for each, of_rank in zip(runs[1:], of_ranks[1:], strict=True):
                     loss = loss_of(model, self.batch(step, each, micro))
-                    loss.backward()
-                    of_rank[f"losses {step}"] = torch.tensor([loss.item()])
+                    (optimizer.scale(loss) if scale else loss).backward()
+                    so_far = of_rank.get(f"losses {step}", torch.empty(0))
+                    of_rank[f"losses {step}"] = torch.cat([so_far, torch.tensor([loss.item()])])
                 self.write("a backward has ended", step, model, optimizer)
             if self.uneven and rank % 2:
                 with torch.no_grad():
@@ -304,5 +314,30 @@ PROGRAMS = {
 }
 
 
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "moments": [{}, {"options": {"moments": torch.bfloat16}}, {"options": {"moments": "8bit"}}],
+    "base": [{}, {"adapts": True, "frozen": "nf4"}],
+    "activations": [{}, {"activations": "auto"}],
+    "backwards": [{}, {"micro": 2}],
+    "clip": [{}, {"max_grad_norm": 0.5}],
+    "scale": [{}, {"loss_scale": 1024.0}],
+}
+
+
+def with_every_two() -> dict[str, Program]:
+    """Programs in which every two options meet."""
+    cases = [*product(*(range(len(values)) for values in OPTIONS.values()))]
+    found = {}
+    for number in every_two_meet(cases):
+        given: dict[str, Any] = {}
+        for values, at in zip(OPTIONS.values(), cases[number], strict=True):
+            given |= values[at]
+        managed = {name: given.pop(name) for name in ("frozen", "activations") if name in given}
+        found[f"options {cases[number]}"] = Program(
+            managed=managed, mixed=torch.bfloat16, in_one_process=True, steps=2, **given
+        )
+    return found
+
+
 def trained(rank: int, names: list[str]) -> dict[str, dict[str, Tensor]]:
-    return {name: PROGRAMS[name].trained(rank) for name in names}
+    return {name: {**PROGRAMS, **with_every_two()}[name].trained(rank) for name in names}

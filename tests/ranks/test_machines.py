@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hetmem
 from hetmem.errors import HetmemError
 from hetmem.testing import ranks
-from tests.ranks.programs import PROGRAMS, Program, difference, loss_of, trained, values
+from tests.ranks.programs import PROGRAMS, Program, difference, loss_of, trained, values, with_every_two
 
 PROGRAM = Program()
 OF_PLAIN_TORCH = [name for name, program in PROGRAMS.items() if not program.in_one_process]
@@ -37,6 +37,22 @@ def test_the_sums_of_machines_are_added_in_their_order(machines: int, ranks_a_ma
     try:
         for name in names:
             for rank, expected in enumerate(PROGRAMS[name].plain(count, machines)):
+                assert difference(found[rank][name], expected) == [], (name, rank)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.nightly
+def test_options_have_the_bits_of_one_process_on_machines_of_a_rank_each() -> None:
+    """Moments of fewer bits, frozen codes with adapters, activations that leave, several backwards, clipping, a loss
+    scale: every two meet."""
+    programs = with_every_two()
+    found = ranks(2, trained, [*programs], machines=2, seconds=500)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name, program in programs.items():
+            for rank, expected in enumerate(program.alone(2)):
                 assert difference(found[rank][name], expected) == [], (name, rank)
     finally:
         torch.set_num_threads(threads)
