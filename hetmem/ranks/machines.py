@@ -25,7 +25,7 @@ _GATHERED = 4
 
 _HAS_FAILED = -1
 _TAG = 53
-"""Of words that nobody receives."""
+"""Of words that no machine receives."""
 
 
 class Machines:

@@ -321,6 +321,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "backwards": [{}, {"micro": 2}],
     "clip": [{}, {"max_grad_norm": 0.5}],
     "scale": [{}, {"loss_scale": 1024.0}],
+    "overlap": [{}, {"overlap": "backward"}, {"overlap": "forward"}],
 }
 
 
