@@ -147,8 +147,8 @@ class Batch:
         self.tasks = self._unfinished = len(tasks)
         self._begun = 0
         self._lock = threading.Lock()
-        self._unended = threading.Lock()  # held until the batch is done
-        self._unended.acquire()
+        self._unended: threading.Lock | None = None
+        """Held until the batch is done; made for who joins it."""
         self.done = False
         """Whether every task has ended, with an error or without."""
         self.error: BaseException | None = None
@@ -163,8 +163,13 @@ class Batch:
         Any thread may join, any number of times; not a task of the same batch, which would wait for itself.
         """
         self.drain()
-        with self._unended:
-            pass
+        with self._lock:
+            if not self.done and self._unended is None:
+                self._unended = threading.Lock()
+                self._unended.acquire()
+        if self._unended is not None:
+            with self._unended:
+                pass
         if self.error is not None:
             raise self.error
 
@@ -201,8 +206,10 @@ class Batch:
     def _end(self) -> None:
         after, self._after, self._tasks = self._after, None, ()  # their memory must be free when the batch has ended
         self.ended = time.perf_counter()
-        self.done = True  # before `after` wakes a thread that checks it
-        self._unended.release()
+        with self._lock:
+            self.done = True  # before `after` wakes a thread that checks it
+        if self._unended is not None:
+            self._unended.release()
         if after is not None:
             try:
                 after()

@@ -190,11 +190,14 @@ class Executor:
 
     def _note_all(self) -> bool:
         noted = False
-        with _CLEARS_FRAMES, HELD_BACK:
+        with HELD_BACK:
             try:
                 while (finished := self._engine.take(wait=False)) is not None:
                     noted = True
                     self._note(finished)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # as `_CLEARS_FRAMES`, without a call where nothing fails
+                raise
             finally:
                 finished = None  # else its error would refer to itself, by this function's variables
         return noted

@@ -165,8 +165,9 @@ class GatheredGradients:
 
     def send(self, chunk: Chunk) -> None:
         """Send what is gathered of `chunk`, and tell listeners that it has arrived."""
-        gathered, sink, copies = self.chunks.pop(chunk), self._sink(), self._copies()
+        gathered, sink, copies = self.chunks[chunk], self._sink(), self._copies()
         arrived = gathered.arrived
+        del self.chunks[chunk]
         copies.gathered_bytes -= gathered.nbytes
         self._counts[chunk] += len(arrived)
         work = partial(sink.runtime.memory.device.gradients_out, gathered.places, arrived)

@@ -374,7 +374,7 @@ class Traffic:
         except BaseException:
             self.end_updates(chunks)
             raise
-        return [of_block[block] for block in valid]
+        return [*map(of_block.__getitem__, valid)]
 
     def end_updates(self, chunks: Iterable[Chunk], *, renew: Sequence[Chunk] = ()) -> None:
         """End `begin_updates`, and fetch copies of `renew` to the device again."""

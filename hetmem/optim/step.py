@@ -157,7 +157,10 @@ class Stepper:
             self._squares.add(whole)
         if (self._arrivals.learned or self._hurries) and self._complete(mine[0].chunk):
             self._begin_early(mine[0].chunk)
-        self.go_on()
+        if self._ranked is None:
+            self._updates.pump()
+        else:
+            self.go_on()
 
     def go_on(self) -> None:
         """Begin the updates that other ranks let begin by now, and advance those that are under way."""
@@ -247,9 +250,9 @@ class Stepper:
 
     def _complete(self, chunk: Chunk) -> bool:
         """Return whether all gradients of `chunk` that any step had have arrived and can no longer be changed."""
-        members = self._members.get(chunk)
-        if members is None or chunk in self._progress or not chunk.hides:
+        if chunk not in self._members or chunk in self._progress or not chunk.hides:
             return False
+        members = self._members[chunk]
         trains = [*map(_TRAINS, members.parameters)]
         trained = members.managed if False not in trains else [*compress(members.managed, trains)]
         if not self._arrivals.complete(trained):  # the last gradient often comes first

@@ -170,7 +170,8 @@ class Passes:
         if Role.COMPUTE in chunk.homes:
             update.needs[Role.COMPUTE] = len(parts) < sum(len(each.parameters) for each in update.chunks)
         update.needs |= {Role.GRAD: True} if True in map(_AT_HOME, parts) else {}
-        update.needs |= {role: chunk.homes[role].written for role in update.roles}
+        for role in update.roles:
+            update.needs[role] = chunk.homes[role].written
         update.tasks, update.done = self._update_tasks, self._updated
         update.begun, update.scale, update.writes = True, grad_scale, True
 

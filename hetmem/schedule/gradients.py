@@ -216,8 +216,9 @@ class Lending:
 
     def take(self, nbytes: int) -> int | None:
         """Lend a buffer for `nbytes` and return its size in bytes; None if all that are large enough are lent."""
-        at = bisect_left(self._free, nbytes)
-        return self._free.pop(at) if at < len(self._free) else None
+        if not self._free or self._free[-1] < nbytes:
+            return None
+        return self._free.pop(bisect_left(self._free, nbytes))
 
     def give(self, nbytes: int) -> None:
         """Take a buffer of `nbytes` back."""
