@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -84,6 +84,8 @@ class Plan:
     max_grad_norm: float | None
     device_chunks: int
     delays: float
+    overlap: Literal["off", "backward", "forward"]
+    """With overlap nobody sees gradients, and each step has the backwards of the first, over the same experts."""
     steps: list[Step] = field(default_factory=list)
 
     @staticmethod
@@ -97,18 +99,31 @@ class Plan:
             draw.choice((None, 0.3)),
             draw.choice((64, 160)) << 10,
             draw.choice((0.0, 0.02, 0.2)),
+            draw.choice(("off", "off", "backward", "forward")),
         )
+        off = plan.overlap == "off"
         forwards = (1, 1, 2) if plan.mixed is None else (1,)  # 16-bit gradients of several are not one sum
+        backwards: list[list[list[Forward]]] = []
         for _ in range(draw.randint(2, 4)):
             even = draw.random() < 0.5
             number = draw.randint(0, 2)
             numbers = [number if even else draw.randint(0, 2) for _ in range(count)]
+            if off or not backwards:
+                backwards = [
+                    [[_forward(draw) for _ in range(draw.choice(forwards))] for _ in range(n)] for n in numbers
+                ]
+            numbers = [*map(len, backwards)]
             plan.steps.append(
                 Step(
-                    draw.choice(("none", "none", "zeros", "keep")),
-                    draw.choice(("", "", "weights", "states", "numpy", *(["gradients", "clip"] if even else []))),
-                    [[[_forward(draw) for _ in range(draw.choice(forwards))] for _ in range(n)] for n in numbers],
-                    [[draw.choice(("", "", "gradients", "state_dict", "save")) for _ in range(n)] for n in numbers],
+                    draw.choice(("none", "none", "zeros", *(["keep"] if off else []))),
+                    draw.choice(
+                        ("", "", "weights", "states", "numpy", *(["gradients", "clip"] if even and off else []))
+                    ),
+                    backwards,
+                    [
+                        [draw.choice(("", "", "gradients", "state_dict", "save")) * off for _ in range(n)]
+                        for n in numbers
+                    ],
                     [_forward(draw) if draw.random() < 0.3 else None for _ in range(count)],
                 )
             )
@@ -142,6 +157,12 @@ def write(kind: str, place: str, model: nn.Module, optimizer: torch.optim.Optimi
                 p.grad *= 0.5
     elif place == "after" and kind == "clip":
         torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.2)
+
+
+@torch.no_grad()
+def evaluated(step: Step, rank: int, model: nn.Module) -> dict[str, Tensor]:
+    evaluates = step.evaluates[rank]
+    return {} if evaluates is None else {"evaluation": evaluates(model)}
 
 
 def clear(step: Step, optimizer: torch.optim.Optimizer) -> None:
@@ -188,7 +209,7 @@ def _trained(rank: int, plan: Plan, folder: str) -> list[dict[str, Tensor]]:
     budget = hetmem.Budget(device="4MiB", host="16MiB", device_chunks=plan.device_chunks)
     hetmem.manage(model, budget, device="sim", chunk_bytes="16KiB", mixed_precision=plan.mixed)
     options: dict[str, Any] = {} if plan.max_grad_norm is None else {"max_grad_norm": plan.max_grad_norm}
-    optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, **options)
+    optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, overlap=plan.overlap, **options)
     found: list[dict[str, Tensor]] = []
     with delays(plan.seed + rank, plan.delays):
         for step in plan.steps:
@@ -206,11 +227,13 @@ def _trained(rank: int, plan: Plan, folder: str) -> list[dict[str, Tensor]]:
                     seen |= {f"{name} {number}": value.clone() for name, value in model.state_dict().items()}
                 elif alone == "save" and rank == 0:
                     hetmem.save(f"{folder}/{plan.seed}", model)
-            if (evaluates := step.evaluates[rank]) is not None:
-                with torch.no_grad():
-                    seen["evaluation"] = evaluates(model)
+            if plan.overlap == "off":
+                seen |= evaluated(step, rank, model)
             write(step.write, "after", model, optimizer)
             optimizer.step()
+            if plan.overlap != "off":
+                seen |= evaluated(step, rank, model)
+                optimizer.zero_grad()
             found.append(seen | values(model, optimizer))
     hetmem.release(model)
     return found
@@ -242,12 +265,15 @@ def expected(plan: Plan) -> list[list[dict[str, Tensor]]]:
                     seen[rank] |= {f"{name} {number}": value for name, value in gradients(model).items()}
                 elif step.alone[rank][number] == "state_dict":
                     seen[rank] |= {f"{name} {number}": value.clone() for name, value in model.state_dict().items()}
-        for rank, evaluates in enumerate(step.evaluates):
-            if evaluates is not None:
-                with torch.no_grad():
-                    seen[rank]["evaluation"] = evaluates(computes)
+        if plan.overlap == "off":
+            seen = [each | evaluated(step, rank, computes) for rank, each in enumerate(seen)]
         write(step.write, "after", model, optimizer)
         _step(plan, model, optimizer)
+        if plan.overlap != "off":
+            for p, used in pairs:
+                used.data.copy_(p.data)
+            seen = [each | evaluated(step, rank, computes) for rank, each in enumerate(seen)]
+            optimizer.zero_grad()
         for rank in range(plan.count):
             found[rank].append(seen[rank] | values(model, optimizer))
     return found
