@@ -58,8 +58,8 @@ def park(model: Model, *, prepare: bool = False) -> None:
     Raises `ManageError`, with nothing parked, if a model is not managed or parked already, within a forward or
     backward, between a forward and its backward, if the program holds memory of the device that is to move
     (`kept = p.data`), and for an optimizer that is not hetmem's; `BudgetError` if host memory and NVMe have no room
-    within the budget for homes on the device. An error that ends it in between is raised with the models awake, or, if
-    the device has no room for that, parked.
+    within the budget for homes on the device, and `CapacityError` if the machine has less host memory left. An error
+    that ends it in between is raised with the models awake, or, if the device has no room for that, parked.
     """
     if prepare:
         for module in _modules(model):

@@ -368,6 +368,8 @@ def test_a_parked_model_has_no_byte_of_the_device(
             library.faked_limit(ctypes.c_int64(torch.cuda.mem_get_info()[0]))
         hetmem.unpark(managed)
         assert managed.table.is_cuda
+    told = hetmem.report(managed).to_dict()["between_steps"]
+    assert (told["prepare_seconds"] > 1e-4) == (placement == "resident"), "the report names it"
 
 
 def test_one_backward_through_several_forwards_sums_as_torch_does(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def stories(rank: int) -> dict[str, tuple[str, str, float]]:
     if not rank:
         torch.nn.utils.clip_grad_norm_(trains.model.parameters(), 1e-3)
     found["a write to gradients on one"] = told(trains.step)
+    found["park"] = told(lambda: hetmem.park(trains.model))
     found["accumulate"] = told(lambda: hetmem.accumulate(trains.model, [PROGRAM.batch(0, 0, 0)], loss_of))
 
     trains = Trains(rank)
@@ -150,6 +151,7 @@ def test_what_differs_and_who_is_missing_is_an_error_by_name() -> None:
         ("other gradients of the program", PeerError, "the same: 'words.weight.grad with a hash of"),
         ("a write in a forward", ManageError, "a write of the program to odd.weight within a forward is not possible"),
         ("a write in a backward", ManageError, "a write of the program to odd.bias within a backward is not possible"),
+        ("park", ManageError, "hetmem.park is not possible for a group"),
         ("accumulate", ManageError, "hetmem.accumulate is not possible"),
         ("a release", PeerError, "rank 1 has released its model. rank 0: a backward, awaits"),
         ("killed", PeerError, "rank 1 has died or ended. rank 0: a backward, awaits .*, after 2 backwards and 1 steps"),
