@@ -145,7 +145,7 @@ def test_an_error_of_any_function_leaves_a_model_that_trains_on(
         act(of)
     of.wake()
     raised = 0
-    for number, call in enumerate(some_of(counted.calls, 120 if all_cases else 9)):
+    for number, call in enumerate(some_of(counted.calls, 120 if all_cases else 6)):
         before(of)
         try:
             with Raising(may_fail, ERRORS[number % len(ERRORS)], call):
