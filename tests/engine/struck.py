@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, Literal
 
@@ -46,10 +46,16 @@ class Struck:
 
 class Raising:
     """Within it `error()` is raised by the function number `at` of this thread's code that is `within`, as it is called
-    (1 is the first one, -1 none). `calls` counts them."""
+    (1 is the first one, -1 none), unless code of `others` calls it. `calls` counts them."""
 
-    def __init__(self, within: Callable[[CodeType], bool], error: Callable[[], Exception], at: int = -1) -> None:
-        self._within, self._error, self._at = within, error, at
+    def __init__(
+        self,
+        within: Callable[[CodeType], bool],
+        others: Callable[[CodeType], bool],
+        error: Callable[[], Exception],
+        at: int = -1,
+    ) -> None:
+        self._within, self._others, self._error, self._at = within, others, error, at
         self.calls = 0
 
     def __enter__(self) -> Raising:
@@ -60,7 +66,14 @@ class Raising:
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        if self._within(frame.f_code):
+        if self._within(frame.f_code) and not any(self._others(each.f_code) for each in _callers(frame)):
             self.calls += 1
             if self.calls == self._at:
                 raise self._error()
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    caller = frame.f_back
+    while caller is not None:
+        yield caller
+        caller = caller.f_back
