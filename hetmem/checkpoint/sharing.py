@@ -20,6 +20,7 @@ from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Role, elements
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.ranks.group import Ranks
+from hetmem.schedule.trace import Tier
 
 T = TypeVar("T")
 
@@ -115,3 +116,5 @@ class Sharing:
                 if Role.COMPUTE in managed.chunk.homes and self.owns(managed.chunk.spec.index):
                     managed.at_home(Role.COMPUTE).copy_(managed.at_home(Role.PARAM))
                 self._by.runtime.writes.by_loading(managed, recasts=False)
+                for role in [role for role, home in managed.chunk.homes.items() if home.tier is Tier.NVME]:
+                    self._by.runtime.traffic.superseded(managed.chunk, role)

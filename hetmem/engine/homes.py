@@ -19,8 +19,8 @@ from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, RawMemory, Role, address_of
 from hetmem.memory.device import Device, DevicePool, out_of_memory
 from hetmem.memory.host_memory import HostPool
-from hetmem.memory.nvme_store import NvmeStore
-from hetmem.ranks.group import Ranks
+from hetmem.memory.nvme_store import Extent, NvmeStore
+from hetmem.ranks.group import Ranks, not_yet
 from hetmem.schedule.blocks import Block
 from hetmem.schedule.gradients import more_aside, set_aside
 from hetmem.schedule.layout import Layout
@@ -29,6 +29,7 @@ from hetmem.schedule.trace import Tier
 
 _NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
+_STATES_ALONE = "of a group of ranks NVMe takes states alone: raise Budget(host=…)"
 _WITHOUT_STAGING = (
     "hetmem.manage found room in host memory for what trains, with two states, and set none aside to reach the drive "
     "through: call it before weights are frozen that train later, or raise Budget(host=…)"
@@ -97,8 +98,8 @@ class Memory:
         host = self.host_pool.mapping.address
         self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
         if self.ranks is not None:
-            private = self.ranks.pool.mapping.private_address
-            self._home_ranges.append((private, private + self.host_pool.capacity_bytes))
+            mapping = self.ranks.pool.mapping
+            self._home_ranges.append((mapping.private_address, mapping.private_address + mapping.nbytes))
 
     def __del__(self) -> None:
         """Break the reference cycles of chunks and their parameters, so that memory is freed without a collection."""
@@ -158,6 +159,8 @@ class Memory:
                     self._settle_on_device(chunk, role)
                     settled.append(chunk)
             room, what = self.room(), f"{role.name} of {len(chunks)} chunks"
+            if self.ranks is not None and not role.is_state:
+                room = Room(room.host_bytes, 0, _STATES_ALONE)
             chunks = [chunk for chunk in chunks if role not in chunk.homes]
             chunks.sort(key=lambda chunk: chunk not in self.unstaged)
             sizes = [chunk.home_nbytes(role) for chunk in chunks]
@@ -232,10 +235,14 @@ class Memory:
         on_disk = [(chunk, size) for chunk, size, tier in placed if tier is Tier.NVME]
         if on_disk:
             assert self.store is not None
-            extents = self.store.reserve_many([size for _, size in on_disk])
+            if self.ranks is not None:
+                extents = [self._reserve_on_drive(self.ranks, chunk, role) for chunk, _ in on_disk]
+            else:
+                extents = self.store.reserve_many([size for _, size in on_disk])
             for (chunk, size), extent in zip(on_disk, extents, strict=True):
                 memory = self.store.view(extent)
-                chunk.homes[role] = Home(Tier.NVME, memory, extent=extent)
+                private = None if self.ranks is None else self.ranks.pool.mapping.private(memory)
+                chunk.homes[role] = Home(Tier.NVME, memory, extent=extent, private=private)
                 self._home_ranges.append(_range(memory, size))
         for chunk, size, tier in placed:
             if tier is Tier.HOST and self.ranks is not None:
@@ -247,6 +254,17 @@ class Memory:
             elif tier is Tier.HOST:
                 memory = self.host_pool.reserve(size)
                 chunk.homes[role] = Home(Tier.HOST, memory, untouched=self.host_pool.is_untouched(memory))
+
+    @staticmethod
+    def _reserve_on_drive(ranks: Ranks, chunk: Chunk, role: Role) -> Extent:
+        """Reserve a home of states on the drive that `ranks` share. Raises `ManageError` for states with scales, whose
+        tiles are no whole blocks there."""
+        if role.scale_block:
+            raise not_yet("moments='8bit' on NVMe")
+        assert ranks.drive is not None
+        return ranks.drive.reserve_home(
+            chunk.spec.index, repr(role), chunk.home_nbytes(role), chunk.dtype_of(role).itemsize
+        )
 
     def _settle(self, chunk: Chunk, role: Role, memory: RawMemory) -> Home:
         """Make `memory`, on the device, the home of `role`."""

@@ -81,6 +81,11 @@ class RankedGradients:
         managed = self._sink.runtime.bindings.by_id.get(id(parameter))
         return -1 if managed is None else self._numbers[managed]
 
+    def chunk_of(self, parameter: torch.Tensor) -> Chunk | None:
+        """Return the chunk of `parameter`; None if it is of another model."""
+        managed = self._sink.runtime.bindings.by_id.get(id(parameter))
+        return None if managed is None else managed.chunk
+
     def of_the_program(self) -> list[tuple[str, torch.Tensor]]:
         """Return the gradients that the program has set to tensors of its own, with the names of their parameters."""
         set_here = ((managed, managed.parameter.grad) for managed in self._parameters)

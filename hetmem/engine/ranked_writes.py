@@ -18,6 +18,7 @@ from hetmem.engine.traffic import Traffic
 from hetmem.errors import PeerError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
 from hetmem.ranks.group import Ranks, not_yet
+from hetmem.schedule.trace import Tier
 
 if TYPE_CHECKING:
     from hetmem.ranks.machines import Machines  # imports torch.distributed, which one process does without
@@ -96,7 +97,7 @@ class RankedWrites:
         ranks.words.page_hashes[ranks.rank, pages] = 0
         self.pages = []
         for chunk, role, _ in self._homes_of(pages):
-            if role == chunk.operand:
+            if role == chunk.operand or chunk.homes[role].tier is Tier.NVME:
                 self._traffic.superseded(chunk, role)
 
     def exchange(self, where: str) -> None:
@@ -142,7 +143,7 @@ class RankedWrites:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _find(self) -> list[int]:
-        return self._ranks.pool.mapping.written(self._ranks.pool.reserved_bytes)
+        return self._ranks.pool.written()
 
     def _homes_of(self, pages: list[int]) -> Iterator[tuple[Chunk, Role, int]]:
         """Yield each home that lies in any of `pages`: chunk, role, and its offset."""

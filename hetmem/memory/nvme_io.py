@@ -40,7 +40,8 @@ class StoreFile:
     once. Pages that a view has touched stay.
     """
 
-    def __init__(self, directory: str, nbytes: int) -> None:
+    def __init__(self, directory: str, nbytes: int, descriptor: int | None = None) -> None:
+        """`descriptor`: of such a file, of the same length, that another process has made."""
         self.directory = directory
         self.reserved_bytes = 0
         self.allocated_bytes = 0
@@ -51,7 +52,7 @@ class StoreFile:
         """From here on blocks are allocated, with any content."""
         with contextlib.ExitStack() as opened:
             try:
-                self.buffered = _open_unnamed(directory)
+                self.buffered = open_unnamed(directory) if descriptor is None else os.dup(descriptor)
                 opened.callback(os.close, self.buffered)
                 os.ftruncate(self.buffered, nbytes)
                 self.pages = mmap.mmap(self.buffered, nbytes)
@@ -80,7 +81,7 @@ class StoreFile:
         """Allocate zeroed disk blocks for `nbytes` after the reserved ones; `trim` frees them."""
         if self._lent_from < self.loans.end:
             self.trim()
-        self._take_blocks(self.reserved_bytes, nbytes)
+        self.take_blocks(self.reserved_bytes, nbytes)
         end = self.reserved_bytes + nbytes
         if end > self._lent_from:  # into former loans, which have old content
             start = max(self.reserved_bytes, self._lent_from)
@@ -93,14 +94,15 @@ class StoreFile:
         at = self.loans.take(nbytes, self.reserved_bytes)
         if at is not None and at < self._lent_from:
             try:
-                self._take_blocks(at, self._lent_from - at)
+                self.take_blocks(at, self._lent_from - at)
             except StoreError:
                 self.loans.give_back(at)
                 raise
             self._lent_from = at
         return at
 
-    def _take_blocks(self, start: int, nbytes: int) -> None:
+    def take_blocks(self, start: int, nbytes: int) -> None:
+        """Allocate blocks. Raises `StoreError` if the disk has none."""
         disk = os.fstatvfs(self.buffered)
         free = disk.f_bavail * disk.f_frsize + max(0, self.allocated_bytes - start)
         try:
@@ -162,7 +164,7 @@ class StoreFile:
         os.posix_fadvise(self.buffered, position, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _open_unnamed(directory: str) -> int:
+def open_unnamed(directory: str) -> int:
     """Return a new unnamed file, accessible to its owner only: no crash leaves it behind."""
     with tempfile.TemporaryFile(buffering=0, dir=directory) as file:  # O_TMPFILE, or mkstemp and unlink
         return os.dup(file.fileno())

@@ -94,10 +94,13 @@ class NvmeStore:
         self._closed = False
         self._first = 0  # the file of the next extent, other things being equal
         # Each file owns its descriptors: if one directory fails, files opened before close themselves.
-        self._files = [StoreFile(os.fspath(path), round_up(capacity_bytes, BLOCK_BYTES)) for path in directories]
+        self._files = [self._opened(os.fspath(path), round_up(capacity_bytes, BLOCK_BYTES)) for path in directories]
         self._reads = DiskLink("read", io.preadv, len(self._files), threads, request_bytes)
         self._writes = DiskLink("write", io.pwritev, len(self._files), threads, request_bytes)
         _warn_of_buffered(self._files)
+
+    def _opened(self, directory: str, nbytes: int) -> StoreFile:
+        return StoreFile(directory, nbytes)
 
     @property
     def direct(self) -> tuple[bool, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any
@@ -38,6 +38,8 @@ class RankedSteps:
         """Updates that this step has begun early, and whose gradients of this rank are not all at home."""
         self._offered: list[ChunkUpdate] = []
         """Those that wait for other ranks."""
+        self._early: set[Chunk] = set()
+        """Chunks whose updates of this step may have begun on some rank."""
 
     def place(self) -> AbstractContextManager[None]:
         """Return a context in which the other ranks know that this one is in a step."""
@@ -52,7 +54,9 @@ class RankedSteps:
         self._ranks.meet(name, serve=_take_part)
         self._gradients.end_backwards_of_other_machines()
         self._gradients.tell()
-        options = _in_words(optimizer, self._gradients, counts=handed_out.any())
+        self._note_early(self._offered)
+        options = _in_words(optimizer, self._gradients, counts=handed_out.any(), early=self._early)
+        self._early = set()
         self._ranks.meet(f"the options of {name}", options)
         self._gradients.compare_machines(zlib.crc32(options.encode()), f"what {name} does")
         self._gradients.compare()
@@ -126,7 +130,14 @@ class RankedSteps:
         ready = [*compress(self._offered, by_all)]
         if ready:
             self._offered = [update for update in self._offered if update not in ready]
+            self._early.update(update.chunk for update in ready)
         return ready
+
+    def _note_early(self, offered: Sequence[ChunkUpdate]) -> None:
+        """Note those of `offered` that all ranks have offered: the same on all, once they are in the step."""
+        if offered:
+            by_all = self._ranks.updates.offered_by_all(numbers(update.chunk for update in offered))
+            self._early.update(update.chunk for update in compress(offered, by_all))
 
     def give_up(self) -> tuple[list[ChunkUpdate], list[ChunkUpdate]]:
         """Return, as all ranks give a step up, the updates that all have offered, which may have begun on others, and
@@ -148,16 +159,19 @@ def _take_part() -> None:
             ranked.go_on()
 
 
-def _in_words(optimizer: SteppingOptimizer, gradients: RankedGradients, *, counts: bool) -> str:
+def _in_words(
+    optimizer: SteppingOptimizer, gradients: RankedGradients, *, counts: bool, early: Container[Chunk]
+) -> str:
     """Return what a step of `optimizer` depends on beside weights, gradients and states in homes, for ranks to
-    compare. `counts`: also the counts of steps."""
+    compare. `counts`: also the counts of steps, but those of `early` chunks, which may be those of the next one."""
     lines = [f"max_grad_norm {optimizer.max_grad_norm}, gradients times {optimizer.expected_scale()}"]
     for at, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
         numbers = [*map(gradients.number_of, group["params"])]
         lines.append(f"group {at}: {options}, parameters {zlib.crc32(repr(numbers).encode()):x}")
     if counts:  # the program of some rank may have changed them
-        entries = [*optimizer.states.shown.values()]
+        shown = optimizer.states.shown.items()
+        entries = [entry for parameter, entry in shown if gradients.chunk_of(parameter) not in early]
         found = [float(value) for entry in entries for value in entry.values() if _is_number(value)]
         lines.append(f"counts of steps {zlib.crc32(repr(found).encode()):x}")
     given = [f"{name} with a hash of {_hash_of(grad):x}" for name, grad in gradients.of_the_program()]

@@ -384,9 +384,16 @@ class Stepper:
             if deferred:
                 self._updates.pump()
             else:
-                self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
+                self._carry_out(self._homes_of_others({*chunks, *self._progress}))
             if self._ranked is not None:
                 self._ranked.end_updates(None if deferred else self._updates.end_shared)
+
+    def _homes_of_others(self, chunks: Iterable[Chunk]) -> list[Home]:
+        """Return the homes of `chunks`, which a step has updated, that more than their next update uses: of ranks also
+        states, which any of them may read."""
+        if self._ranked is None:
+            return [chunk.homes[Role.PARAM] for chunk in chunks]
+        return [home for chunk in chunks for home in chunk.homes.values()]
 
     def give_up(self) -> None:
         """Finish the updates that have begun on any rank, as all ranks give up a step."""
@@ -397,7 +404,7 @@ class Stepper:
             update.begun = False
         for update in begun:
             self._add_update(update, 1.0)
-        self._carry_out()
+        self._carry_out(home for chunk in self.runtime.chunks for home in chunk.homes.values())
         self._ranked.end_updates(self._updates.end_shared)
 
     def skip(self) -> None:
@@ -447,7 +454,10 @@ class Stepper:
     @property
     def _deferred(self) -> bool:
         """Whether updates go on after `step` returns."""
-        return self._optimizer.overlap is Overlap.FORWARD and not self.runtime.memory.resident
+        memory = self.runtime.memory
+        if memory.resident or (memory.ranks is not None and memory.staging_slots):  # ranks may read states behind it
+            return False
+        return self._optimizer.overlap is Overlap.FORWARD
 
     def _carry_out(self, homes: Iterable[Home] = ()) -> None:
         """Compute all queued updates and write `homes`. Other states are at home only after `synchronize`."""

@@ -86,9 +86,11 @@ class Updates(HostUpdates[ChunkUpdate]):
         super().pump()
 
     def _may_open(self) -> bool:
-        """Return whether an update may open: of ranks, any number, as nothing is staged, and workers end those that
-        trail behind a step also where this rank's thread waits for another one, as in a collective of the program."""
-        return bool(self._queue) if self._of_ranks is not None else super()._may_open()
+        """Return whether an update may open: of ranks without a drive any number, so that workers end those that trail
+        behind a step also where this rank's thread waits for another one, as in a collective of the program."""
+        if self._of_ranks is not None and not self._runtime.memory.staging_slots:
+            return bool(self._queue)
+        return super()._may_open()
 
     def end_shared(self, *, abandoned: bool = False) -> bool:
         """End updates of which all ranks have computed their part, or all of them; return whether that is so of all."""

@@ -32,8 +32,8 @@ from hetmem.placing.frozen import Frozen, choose_codings, refuse_infinite, refus
 from hetmem.placing.taken import TakenOver
 from hetmem.schedule.formats import Coding
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, ChunkSpec, Layout, ParameterSpec, used_ends
-from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
-from hetmem.schedule.staging import MOST_ROLES
+from hetmem.schedule.placement import Capacities, Ground, NoRoom, loaned_bytes, survey
+from hetmem.schedule.staging import MOST_ROLES, staging_slots
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -256,24 +256,26 @@ def build_memory(
         raise BudgetError(str(refusal)) from None
     HELD_BACK.raise_here()  # after the search, which may take long
     store = None
-    if ground.uses_nvme or (moves_activations and limits.nvme_bytes):
+    if joined is None and (ground.uses_nvme or (moves_activations and limits.nvme_bytes)):
         opened = built.store if built is not None else None
         store = opened or NvmeStore(list(limits.nvme_directories), limits.nvme_bytes)
     pins: list[Callable[[], None]] = []
     try:
         all_host = moves_activations or limits.host_bytes is not None
         most = capacities.host_bytes if all_host else ground.host_bytes
-        ranks = None if joined is None else joined.open(most, len(parameters), len(ground.layout.chunks))
-        if ranks is None:
-            host_pool = HostPool(most, None if built is None else built.mapping)
+        if joined is None:
+            ranks, host_pool = None, HostPool(most, None if built is None else built.mapping)
         else:
-            host_pool = ranks.pool
+            drive = (str(limits.nvme_directories[0]), limits.nvme_bytes) if ground.uses_nvme else None
+            ranks = joined.open(most, len(parameters), len(ground.layout.chunks), drive)
+            host_pool, store = ranks.pool, ranks.drive
             pins.append(ranks.leave)
         pins.append(host_pool.mapping.share_with_children)
         loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
         loaned *= moves_activations and ground.uses_nvme  # otherwise host memory has room for all homes
         host_pool.for_loans_bytes = loaned + ground.aside_bytes
-        host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
+        staging = ground.staging_slots if joined is None else _staging_of_each(ground, most // joined.count)
+        host_pool.reserve_staging(ground.staging_slot_bytes, staging)
         slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
         memory = Memory(
             ground.layout,
@@ -286,7 +288,7 @@ def build_memory(
             store,
             limits.nvme_bytes,
             sum(buffer.numel() * buffer.itemsize for buffer in module.buffers()),
-            ground.staging_slots,
+            staging,
             mixed_precision,
             pins,
             ground.resident,
@@ -317,6 +319,14 @@ def _of_all(capacities: Capacities, joined: JoinedRanks) -> Capacities:
     """Return the capacities that all ranks have: the device of the smallest, the host memory that rank 0 sees."""
     found = joined.exchange(capacities)
     return replace(found[0], device_bytes=min(each.device_bytes for each in found), in_host=True)
+
+
+def _staging_of_each(ground: Ground, host_bytes: int) -> int:
+    """Return the slots of the staging ring of one of several ranks, whose part of host memory is `host_bytes`."""
+    if not ground.staging_slots:
+        return 0
+    spans = [chunk.span for chunk in ground.layout.chunks if chunk.index not in ground.unstaged]
+    return staging_slots(spans, host_bytes // ground.staging_slot_bytes, ground.staging_slot_bytes)
 
 
 def _device_bytes(limits: Limits, device: Device) -> int:

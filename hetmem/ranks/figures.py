@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from hetmem.base.units import format_seconds
 from hetmem.ranks.words import Words
 
@@ -57,7 +59,7 @@ class Figures:
             found = 1
             for tensor in tensors:
                 data = tensor.detach().cpu().contiguous().reshape(-1)
-                found = zlib.crc32(data.view(data.dtype).numpy().tobytes() if data.numel() else b"", found)
+                found = zlib.crc32(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"", found)
             self._words.batch[self._rank] = found or 1
 
     def rows(self) -> list[dict[str, Any]]:

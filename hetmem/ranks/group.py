@@ -16,6 +16,7 @@ from hetmem.ranks.waits import Waits, in_words, never
 from hetmem.ranks.words import Words
 
 if TYPE_CHECKING:
+    from hetmem.ranks.drive import SharedDrive
     from hetmem.ranks.machines import Machines  # imports torch.distributed, which one process does without
 
 T = TypeVar("T")
@@ -35,6 +36,8 @@ class Ranks:
         self.figures = Figures(words, rank)
         self.updates = SharedUpdates(rank, words, waits.end_part)
         self.machines = machines
+        self.drive: SharedDrive | None = None
+        """That of the machine, if the group uses one."""
 
     @property
     def of_all(self) -> int:

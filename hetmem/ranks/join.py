@@ -22,7 +22,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from hetmem.base.config import missing_of_launcher, rank_timeout_seconds, restarts, world_size
 from hetmem.base.units import round_up
-from hetmem.errors import ManageError, PeerError
+from hetmem.errors import BudgetError, ManageError, PeerError
+from hetmem.memory.nvme_io import open_unnamed
+from hetmem.ranks.drive import SharedDrive
 from hetmem.ranks.group import Ranks
 from hetmem.ranks.machines import Machines
 from hetmem.ranks.memory import SharedMapping, SharedPool, make_file, open_file
@@ -90,39 +92,51 @@ class JoinedRanks:
             dist.broadcast(values, group=self._group, group_src=0)
             buffer.copy_(values)
 
-    def open(self, home_bytes: int, parameters: int, chunks: int) -> Ranks:
+    def open(self, home_bytes: int, parameters: int, chunks: int, drive: tuple[str, int] | None = None) -> Ranks:
         """Share memory for homes of up to `home_bytes` with the ranks of this machine, and find their counterparts on
-        others. Raises `ManageError` if a rank cannot open the memory of the first one of its machine."""
+        others; also a file of so many bytes in a directory, of `drive`. Raises `ManageError` if a rank cannot open the
+        memory of the first one of its machine, and `BudgetError` if that cannot make the file."""
         machines = self._machines()
         index = next(at for at, (_, ranks) in enumerate(machines) if self.rank in ranks)
         here = machines[index][1]
         first, own = here[0], self.rank - here[0]
         nbytes = max(mmap.PAGESIZE, home_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
-        sizes = len(here), parameters, chunks, nbytes // mmap.PAGESIZE
+        on_drive = 0 if drive is None else round_up(drive[1], mmap.PAGESIZE)
+        sizes = len(here), parameters, chunks, (nbytes + on_drive) // mmap.PAGESIZE
         skipped = round_up(Words(None, *sizes).nbytes, mmap.PAGESIZE)
-        nonce, descriptor = secrets.randbits(62), -1
+        nonce, descriptor, drive_file, refused = secrets.randbits(62), -1, -1, ""
         if own == 0:
+            drive_file, refused = (-1, "") if drive is None else _make_on_drive(drive[0], on_drive)
             descriptor = make_file()
             os.ftruncate(descriptor, skipped + nbytes)
             os.pwrite(descriptor, nonce.to_bytes(8, "little"), 0)
-        offers = self.exchange((os.getpid(), descriptor, nonce))
+        offers = self.exchange((os.getpid(), descriptor, nonce, drive_file, refused))
+        if failed := next((offer[-1] for offer in offers if offer[-1]), ""):
+            raise BudgetError(failed)
         text = ""
         if own > 0:
-            descriptor, text = _open(first, offers[first])
+            descriptor, text = _open(first, offers[first][:3])
+            if drive is not None and not text:
+                drive_file = open_file(offers[first][0], offers[first][3])
         for rank, refusal in enumerate(self.exchange(text)):
             if refusal:
                 raise ManageError(f"rank {rank} cannot share the memory of {refusal}")
         words = Words(memoryview(SharedMapping(descriptor, 0, skipped).buffer(0, skipped)), *sizes)
         patience = rank_timeout_seconds() or _PATIENCE_SECONDS
         waits = Waits(words, own, [offers[rank][0] for rank in here], patience, first)
-        pool = SharedPool(nbytes, SharedMapping(descriptor, skipped, nbytes), words, descriptor)
+        there = None if drive is None else (drive_file, on_drive)
+        pool = SharedPool(nbytes, SharedMapping(descriptor, skipped, nbytes, there), words, descriptor)
         others = None
         if len(machines) > 1:
             counterparts = [ranks[own] for _, ranks in machines]
             names = [name for name, _ in machines]
             others = Machines(index, names, counterparts, self._group_of(counterparts, patience), waits)
         self.exchange("")  # the first ranks keep their files until all have them
-        return Ranks(own, len(here), words, waits, pool, others)
+        ranks = Ranks(own, len(here), words, waits, pool, others)
+        if drive is not None:
+            ranks.drive = SharedDrive(drive[0], on_drive, drive_file, pool, words, ranks.owns)
+            os.close(drive_file)
+        return ranks
 
     def _machines(self) -> list[tuple[str, list[int]]]:
         """Return the names and ranks of the machines of this group. Raises `ManageError` unless each has as many ranks,
@@ -139,6 +153,16 @@ class JoinedRanks:
         world = [dist.get_global_rank(self._group, rank) for rank in ranks]
         timeout = timedelta(seconds=patience)
         return dist.new_group(world, timeout=timeout, use_local_synchronization=True)
+
+
+def _make_on_drive(directory: str, nbytes: int) -> tuple[int, str]:
+    """Return the descriptor of a new unnamed file of `nbytes`, or why there is none."""
+    try:
+        descriptor = open_unnamed(directory)
+        os.ftruncate(descriptor, nbytes)
+    except OSError as error:
+        return -1, f"cannot keep an NVMe store of {nbytes} bytes in {directory!r}: {error}. Name a writable directory"
+    return descriptor, ""
 
 
 def _open(rank: int, offer: tuple[int, int, int]) -> tuple[int, str]:

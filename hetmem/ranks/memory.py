@@ -1,4 +1,5 @@
-"""The memory of a group: one file without a name that all its ranks map, with their words and one copy of all homes.
+"""The memory of a group: one file without a name that all its ranks map, with their words and one copy of all homes;
+behind it, if it has a drive, a file there, for those that host memory has no room for.
 
 Each rank maps it twice: shared, for hetmem, and private, for the program. The program reads homes through the private
 mapping; a page that it writes there becomes its own, and leaves the home as it is. When the last process has ended, or
@@ -8,13 +9,14 @@ dropped its mappings, the memory is gone.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -25,7 +27,7 @@ from hetmem.memory.host_memory import PAGE_BYTES, HostPool, Loan, Mapping, addre
 from hetmem.ranks.own_pages import own_pages
 from hetmem.ranks.words import Words
 
-_MAP_NORESERVE = 0x4000
+_MAP_NORESERVE, _MAP_FIXED = 0x4000, 0x10
 
 
 def make_file() -> int:
@@ -38,16 +40,39 @@ def open_file(process: int, descriptor: int) -> int:
     return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
+FilePart = tuple[int, int, int]
+"""A descriptor, an offset and a number of bytes; the last two are whole pages."""
+
+
+def _map(parts: Sequence[FilePart], flags: int) -> mmap.mmap:
+    """Map `parts`, one behind the other. Raises OSError."""
+    if len(parts) == 1:
+        descriptor, offset, nbytes = parts[0]
+        return mmap.mmap(descriptor, nbytes, flags=flags, offset=offset)
+    whole = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    pages = mmap.mmap(-1, sum(nbytes for *_, nbytes in parts), flags=whole)  # its end unmaps all
+    at = address_of(memoryview(pages))
+    system = ctypes.CDLL(None, use_errno=True).mmap
+    system.restype, system.argtypes = ctypes.c_ssize_t, [ctypes.c_size_t] * 2 + [ctypes.c_int] * 3 + [ctypes.c_int64]
+    for descriptor, offset, nbytes in parts:
+        if system(at, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, descriptor, offset) == -1:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        at += nbytes
+    return pages
+
+
 class SharedMapping(Mapping):
-    """The homes in the file `descriptor`, behind the first `skipped` bytes, shared with other processes."""
+    """The homes in the file `descriptor`, behind the first `skipped` bytes, shared with other processes; behind them
+    the whole of another file, if `drive` has a descriptor and bytes."""
 
     __slots__ = ("_private", "_skipped", "private_address")
 
-    def __init__(self, descriptor: int, skipped: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, skipped: int, nbytes: int, drive: tuple[int, int] | None = None) -> None:
         """Map `nbytes`, whole pages. Raises `CapacityError` when the system refuses."""
+        parts = [(descriptor, skipped, nbytes)] + ([] if drive is None else [(drive[0], 0, drive[1])])
         try:
-            self._pages = mmap.mmap(descriptor, nbytes, offset=skipped)
-            self._private = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, offset=skipped)
+            self._pages = _map(parts, mmap.MAP_SHARED)
+            self._private = _map(parts, mmap.MAP_PRIVATE | _MAP_NORESERVE)
         except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"cannot map {format_size(nbytes)} of host memory twice, for a group of ranks: {error}. Lower "
@@ -55,7 +80,7 @@ class SharedMapping(Mapping):
             ) from error
         with contextlib.suppress(OSError):  # a kernel without huge pages of shared memory: only slower
             self._pages.madvise(mmap.MADV_HUGEPAGE)
-        self.nbytes = nbytes
+        self.nbytes = sum(size for *_, size in parts)
         self.address = address_of(memoryview(self._pages))
         self.private_address = address_of(memoryview(self._private))
 
@@ -70,11 +95,12 @@ class SharedMapping(Mapping):
         start = address_of(memory) - self.address
         return bool(own_pages(self.private_address + start, -(-memory.nbytes // mmap.PAGESIZE), most_runs=1))
 
-    def written(self, nbytes: int) -> list[int]:
-        """Return the numbers of the pages, within the first `nbytes`, that this process has written privately and that
-        differ from the home; those that do not show it again."""
-        size = mmap.PAGESIZE
-        found = own_pages(self.private_address, -(-nbytes // size))
+    def written(self, *spans: tuple[int, int]) -> list[int]:
+        """Return the numbers of the pages, within `spans` (first byte and number of bytes), that this process has
+        written privately and that differ from the home; those that do not show it again."""
+        size, found = mmap.PAGESIZE, list[int]()
+        for start, nbytes in spans:
+            found += (start // size + page for page in own_pages(self.private_address + start, -(-nbytes // size)))
         places = [slice(page * size, (page + 1) * size) for page in found]
         differ = [page for page, at in zip(found, places, strict=True) if self._private[at] != self._pages[at]]
         self.show_home(set(found).difference(differ))
@@ -137,14 +163,14 @@ class SharedPool(HostPool):
         self._words, self._descriptor, self._count = words, descriptor, len(words.signs)
         self._own = HostPool(capacity_bytes // self._count)
         weakref.finalize(self, os.close, descriptor)
-        self._asked_bytes = 0
+        self._asked_bytes = self._staging_bytes = 0
         super().__init__(capacity_bytes, mapping)
 
     @property
     def free_bytes(self) -> int:
         """Bytes that may still be reserved, beside the homes that this rank has asked for: others, of which another
         rank may have some already, are the same."""
-        return self._reserved_up_to() - self._asked_bytes
+        return self._reserved_up_to() - self._asked_bytes - self._staging_bytes
 
     @property
     def reserved_bytes(self) -> int:
@@ -166,20 +192,40 @@ class SharedPool(HostPool):
 
     def reserve_home(self, chunk: int, role: str, nbytes: int) -> memoryview:
         """Return the memory of the home of `role` of `chunk`, of `nbytes`. Raises `CapacityError`."""
+
+        def reserve() -> int:
+            return address_of(self.reserve(nbytes)) - self.mapping.address  # checks, and rounds up to a piece
+
+        self._asked_bytes += round_up(nbytes, PAGE_BYTES)
+        return self.mapping.buffer(self.place_of(chunk, role, nbytes, reserve), nbytes)
+
+    def place_of(self, chunk: int, role: str, nbytes: int, reserve: Callable[[], int]) -> int:
+        """Return the first byte, in the mapping, of the home of `role` of `chunk`, of `nbytes`: the first rank that
+        asks has it from `reserve()`."""
         words, key = self._words, zlib.crc32(role.encode())
         with self._locked():
-            self._asked_bytes += round_up(nbytes, PAGE_BYTES)
             table = words.table[: int(words.table_rows[0])]
             for number, kind, offset, size in table:
                 if (number, kind) == (chunk, key):
                     assert size == nbytes, f"{role} of chunk {chunk} has {size} bytes, not {nbytes}"
-                    return self.mapping.buffer(int(offset), nbytes)
-            offset = self.reserved_bytes
-            memory = self.reserve(nbytes)  # checks, and rounds up to a piece
-            start = address_of(memory) - self.mapping.address
+                    return int(offset)
+            start = reserve()
             words.table[len(table)] = chunk, key, start, nbytes
             words.table_rows[0] = len(table) + 1
-        return memory
+        return start
+
+    def written(self) -> list[int]:
+        """Return the numbers of the pages of homes that the program of this rank has written."""
+        return self.mapping.written((0, self.reserved_bytes), (self.capacity_bytes, int(self._words.drive_bytes[0])))
+
+    def reserve_staging(self, slot_bytes: int, slots: int) -> None:
+        """Reserve staging of this rank's own; that of all ranks is a part of the group's memory."""
+        self._own.reserve_staging(slot_bytes, slots)
+        self.slot_bytes, self._staging_bytes = slot_bytes, self._count * slot_bytes * slots
+
+    def staged(self, slot: int, nbytes: int) -> memoryview:
+        """Return `nbytes` of this rank's own memory that start at staging slot `slot`."""
+        return self._own.staged(slot, nbytes)
 
     def lend(self, nbytes: int, leave_bytes: int = 0, apart_bytes: int = 0) -> Loan | None:
         """Lend memory of this rank's own, of its part of what homes leave, as `HostPool.lend` does."""
@@ -195,7 +241,8 @@ class SharedPool(HostPool):
         return self._own.lent_bytes
 
     def _share_bytes(self, leave_bytes: int) -> int:
-        return max(0, self.capacity_bytes - self.reserved_bytes - leave_bytes) // self._count
+        beside = self.reserved_bytes + self._staging_bytes + leave_bytes
+        return max(0, self.capacity_bytes - beside) // self._count
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -48,7 +48,7 @@ class Words:
         """A number that no other group has."""
         self.table = self._array((chunks * _HOMES_OF_A_CHUNK, 4))
         """The table of homes: chunk, role, offset, bytes."""
-        self.table_rows, self.home_bytes = self._array((1,)), self._array((1,))
+        self.table_rows, self.home_bytes, self.drive_bytes = (self._array((1,)) for _ in range(3))
         self.entered, self.ended, self.finished = (self._array((ranks,)) for _ in range(3))
         self.passed, self.filled = self._array((ranks, parameters)), self._array((parameters,))
         """See `schedule.turns`."""

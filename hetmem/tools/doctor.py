@@ -143,7 +143,7 @@ def _shared_memory() -> Finding:
         finally:
             os.close(descriptor)
         mapping.private(mapping.buffer(0, 1))[0] = 1
-        tells = mapping.written(mmap.PAGESIZE) == [0]
+        tells = mapping.written((0, mmap.PAGESIZE)) == [0]
     except (OSError, ManageError, CapacityError) as error:
         advice = "several ranks cannot share a model here: give them a sandbox or a container that shows /proc"
         return Finding("shared memory", str(error), None, advice)

@@ -1,0 +1,105 @@
+"""Ranks whose states are on NVMe, in one file: bits, files, writes of the program, and disks that fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetmem
+from hetmem.testing import ranks
+
+WIDTH, LAYERS, STEPS = 64, 32, 3
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            batch = batch + layer(batch).tanh()
+        return batch.float().square().mean()
+
+
+class Job:
+    """A model of some layers, each in a chunk, whose states have no room in host memory."""
+
+    def __init__(self, folder: str, width: int = WIDTH, layers: int = LAYERS, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.width = width
+        chunk = 4 * width * width
+        budget = hetmem.Budget(
+            device=2 * layers * chunk + (1 << 20),
+            device_chunks=12 * chunk,
+            host=chunk * (2 * layers + 36),
+            nvme=8 * chunk * layers,
+            nvme_dir=folder,
+        )
+        self.mixed = options.pop("mixed_precision", None)
+        self.model = hetmem.manage(
+            Net(width, layers), budget, device="sim", chunk_bytes=chunk, mixed_precision=self.mixed
+        )
+        self.optimizer = hetmem.AdamW(self.model.parameters(), lr=1e-2, **options)
+
+    def batch(self, step: int, rank: int) -> torch.Tensor:
+        made = torch.randn(8, self.width, generator=torch.Generator().manual_seed(10 * step + rank))
+        return made if self.mixed is None else made.to(self.mixed)
+
+    def step(self, number: int, batches: list[int]) -> None:
+        self.optimizer.zero_grad()
+        for rank in batches:
+            self.model(self.batch(number, rank)).backward()
+        self.optimizer.step()
+
+    def values(self) -> list[torch.Tensor]:
+        shown = (self.optimizer.state[p] for p in self.model.parameters())
+        states = [entry[name].clone() for entry in shown for name in ("exp_avg", "exp_avg_sq")]
+        return [*(p.detach().clone() for p in self.model.parameters()), *states]
+
+    def on_nvme(self) -> int:
+        return int(hetmem.report(self.model).to_dict()["tiers"]["nvme"]["homes"].get("exp_avg", 0))
+
+
+def trained(rank: int, count: int, folder: str, runs: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
+    """What a rank of a group finds in each run, or all in one process, if `rank` is -1."""
+    found = []
+    for options in runs:
+        job = Job(folder, **options)
+        for p in job.model.parameters() if rank < 0 else ():
+            p.register_hook(lambda gradient: gradient / count)
+        for step in range(STEPS):
+            job.step(step, [*range(count)] if rank < 0 else [rank])
+            if step == 1 and rank >= 0:
+                path = os.path.join(folder, "file")
+                hetmem.save(path, job.model, job.optimizer)
+                job.step(9, [rank])
+                hetmem.load(path, job.model, job.optimizer)
+            if step == 1:
+                for p in job.model.parameters():
+                    job.optimizer.state[p]["exp_avg"].mul_(0.5)
+        assert job.on_nvme() or rank < 0
+        found.append(job.values())
+        hetmem.release(job.model)
+    return found
+
+
+RUNS = [{}, {"overlap": "backward", "mixed_precision": torch.bfloat16}, {"overlap": "forward", "max_grad_norm": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("count", "runs"),
+    [(2, RUNS), pytest.param(4, [{"width": 1024, "layers": 8}, RUNS[1]], marks=pytest.mark.nightly)],
+)
+def test_states_on_nvme_have_the_bits_of_one_process(count: int, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+    """With states and weights loaded again, and states written by the program of all ranks; of one tile a chunk, and of
+    several."""
+    expected = trained(-1, count, str(tmp_path), [{**run, "overlap": "off"} for run in runs])
+    for found in ranks(count, trained, count, str(tmp_path), runs):
+        for run, one, other in zip(runs, found, expected, strict=True):
+            assert all(map(torch.equal, one, other)), run
+    assert not [name for name in os.listdir(tmp_path) if name != "file"]
