@@ -66,6 +66,12 @@ PROMISES: dict[str, Mutation | str] = {
         "[parameter] >= self.backward for rank in self._all[:0])",
         "tests/ranks/test_turns.py::test_every_order_of_events_ends_with_sums_in_the_order_of_ranks[3]",
     ),
+    "States of a group on NVMe": Mutation(
+        "ranks/drive.py",
+        "if self._owns(chunk, tile):",
+        "if self._owns(chunk + 1, tile):",
+        "tests/ranks/test_drive.py::test_states_on_nvme_have_the_bits_of_one_process[2-runs0]",
+    ),
     "an update of ranks begins with the sum of all": Mutation(
         "ranks/updates.py",
         "self._words.computed_parts[:, chunks] >=",

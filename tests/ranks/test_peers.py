@@ -60,7 +60,7 @@ def stories(rank: int) -> dict[str, tuple[str, str, float]]:
     found = {}
     found["other budget"] = told(lambda: managed(budget=hetmem.Budget(device="16MiB", host=f"{64 + rank}MiB")))
     found["other options"] = told(lambda: managed(mixed_precision="bf16" if rank else None))
-    found["NVMe"] = told(lambda: managed(budget=hetmem.Budget(nvme="1GiB", nvme_dir="/tmp")))
+    found["NVMe"] = told(lambda: managed(budget=hetmem.Budget(nvme="1GiB", nvme_dir=["/tmp", "/var/tmp"])))
 
     trains = Trains(rank)
     trains.backward()
@@ -136,7 +136,7 @@ def test_what_differs_and_who_is_missing_is_an_error_by_name() -> None:
     for name, kind, pattern in (
         ("other budget", PeerError, r"Budget\(host\) is '64MiB' on rank 0 and '65MiB' on rank 1"),
         ("other options", PeerError, r"manage\(mixed_precision\) is None on rank 0 and torch.bfloat16 on rank 1"),
-        ("NVMe", ManageError, r"Budget\(nvme=…\) is not possible for a group of several ranks yet"),
+        ("NVMe", ManageError, r"Budget\(nvme_dir=…\) of several directories is not possible for a group"),
         ("other lr", PeerError, "ranks 0 and 1 do not do the same: .*'lr': 0.1,.*'lr': 0.2,"),
         ("after an error", PeerError, "rank 0 takes no part any more, as it raised PeerError"),
         ("no gradient on one", PeerError, r"words.weight.grad is there on rank 0 and None on rank 1"),
