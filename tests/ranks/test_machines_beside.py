@@ -63,12 +63,6 @@ def everything(rank: int) -> dict[str, Any]:
     }
 
 
-def managed() -> tuple[nn.Module, hetmem.AdamW]:
-    budget = hetmem.Budget(device="16MiB", host="64MiB", device_chunks="2MiB")
-    model = hetmem.manage(PROGRAM.made(), budget, device="sim", chunk_bytes="64KiB")
-    return model, hetmem.AdamW(model.parameters(), lr=1e-2)
-
-
 def exchanged(model: nn.Module) -> dict[str, Any]:
     told = hetmem.report(model).to_dict()["ranks"]
     row = told["rows"][0]
@@ -77,7 +71,9 @@ def exchanged(model: nn.Module) -> dict[str, Any]:
 
 def beside() -> list[dict[str, Any]]:
     """The bytes of the first backward and of two, the last layer of the second of which waits for half of them."""
-    model, optimizer = managed()
+    budget = hetmem.Budget(device="16MiB", host="64MiB", device_chunks="2MiB")
+    model = hetmem.manage(PROGRAM.made(), budget, device="sim", chunk_bytes="64KiB")
+    optimizer = hetmem.AdamW(model.parameters(), lr=1e-2)
     loss_of(model, PROGRAM.batch(0, 0, 0)).backward()
     found = [exchanged(model)]
     optimizer.step()
@@ -96,9 +92,13 @@ def beside() -> list[dict[str, Any]]:
     return found
 
 
-def late(rank: int) -> list[dict[str, Tensor]]:
+def managed(lr: float) -> tuple[nn.Module, hetmem.AdamW]:
     model = hetmem.manage(Integers(), hetmem.Budget(device="4MiB", host="16MiB"), device="sim", chunk_bytes="16KiB")
-    optimizer = hetmem.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    return model, hetmem.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+
+
+def late(rank: int) -> list[dict[str, Tensor]]:
+    model, optimizer = managed(0.0)
     found = []
     for number in range(len(USES)):
         if number % BACKWARDS_A_STEP == 0:
@@ -114,8 +114,8 @@ def late(rank: int) -> list[dict[str, Tensor]]:
 
 
 def written(rank: int, what: str) -> str:
-    model, optimizer = managed()
-    weight = model.blocks[1].linear2.weight
+    model, optimizer = managed(1e-2)
+    weight = model.often.weight
     for step in range(2):
         with torch.no_grad():
             weight[0, 0] = 0.5
@@ -124,7 +124,7 @@ def written(rank: int, what: str) -> str:
             if step and what == "state" and rank:
                 optimizer.state[weight]["exp_avg"].mul_(2)
         try:
-            loss_of(model, PROGRAM.batch(0, 0, 0)).backward()
+            model(*integers(0, 0)).backward()
             optimizer.step()
             optimizer.zero_grad()
         except PeerError as error:
@@ -161,7 +161,7 @@ def test_writes_that_differ_between_machines_are_an_error_that_names_the_paramet
     for each in found:
         for name, told in zip(("", ", its exp_avg"), each["written"], strict=True):
             assert told.startswith(
-                f"the program has written other values to blocks.1.linear2.weight{name} on machine machine 1 than on "
+                f"the program has written other values to often.weight{name} on machine machine 1 than on "
                 f"machine machine 0, or on one of them only"
             )
 
