@@ -72,6 +72,13 @@ PROMISES: dict[str, Mutation | str] = {
         "if self._owns(chunk + 1, tile):",
         "tests/ranks/test_drive.py::test_states_on_nvme_have_the_bits_of_one_process[2-runs0]",
     ),
+    "Ranks of several machines": Mutation(
+        "engine/machine_sums.py",
+        "if has[one, at] or (one == 0 and there[number])]",
+        "if has[one, at]]",
+        "tests/ranks/test_machines_beside.py::test_gradients_that_come_late_are_in_the_sums_once",
+        costly=True,
+    ),
     "an update of ranks begins with the sum of all": Mutation(
         "ranks/updates.py",
         "self._words.computed_parts[:, chunks] >=",
