@@ -489,7 +489,7 @@ MUTATIONS = {
     ),
     "save what a step has half changed": Mutation(
         "ranks/saves.py",
-        "                    self._refuse_half_stepped()\n",
+        "                self._refuse_half_stepped()\n",
         "",
         FAILURES + "test_others_are_told_and_the_last_step_can_be_saved[update-1]",
         costly=True,
