@@ -8,6 +8,10 @@ trains; on a machine that others use too these are the measures, and wall times 
 the run. Without a GPU this compares what the libraries themselves cost: the model computes in float32 on the CPU, and
 hetmem's device is the simulated one, which lies in host memory as all else does. On a GPU take `--precision bfloat16`.
 
+The C library keeps freed blocks alike in all processes, unless the environment says otherwise: `hetmem.manage` has
+blocks of 128 KiB or more unmapped as they are freed, so that a budget bounds the process of a simulated device, which
+costs a page fault for each page of each activation. On a GPU activations are in no such memory.
+
 DeepSpeed and torchao take part where they are installed, and a peer that cannot run here says why.
 """
 
@@ -39,6 +43,8 @@ from benchmarks.trainers import PEERS, Shape, Step
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 2
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+"""The first is where glibc's own threshold ends up in a process that frees larger blocks."""
 QUIET_LOAD = 1.5
 
 
@@ -159,7 +165,7 @@ def started(names: list[str], shape: Shape, directory: Path, program: Sequence[s
                 stderr=errors,
                 text=True,
                 cwd=directory,
-                env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"},
+                env={**MALLOC, **os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"},
             )
         peers.append(Peer(name, process, log))
     try:
@@ -291,7 +297,8 @@ def page(shape: Shape, options: argparse.Namespace, before: str, peers: list[Pee
         "",
         "CPU is the time of all threads of a process, thread that of the one that trains: medians of rounds. Wall "
         f"times are left out where others use the machine too (a load above {QUIET_LOAD}). Peaks include the building. "
-        "hetmem's simulated device lies in host memory: what is resident there counts as the process's, as all else.",
+        "hetmem's simulated device lies in host memory: what is resident there counts as the process's, as all else. "
+        "`malloc` keeps freed blocks alike in all of them.",
         "",
     ]
     return "\n".join(rows)
