@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import threading
@@ -96,7 +97,8 @@ def goes_on(rank: int, count: int, folder: str) -> tuple[str, str, dict[str, tor
         errors.append(f"{raised.type.__name__}: {raised.value}")
     assert difference(before, trains.values()) == [], "something is loaded"
     assert trains.load(f"{folder}/first") == {"epoch": 3}
-    del before, raised  # else they hold states, which are in the file before the call returns
+    del before, raised  # else they, and their errors, hold states, which are in the file before the call returns
+    gc.collect()
     trains.write()
     again = trains.save(f"{folder}/again {count}")
     trains.step_beside_a_save(f"{folder}/beside {count}", 1, [rank])
