@@ -170,8 +170,11 @@ def _in_words(
         numbers = [*map(gradients.number_of, group["params"])]
         lines.append(f"group {at}: {options}, parameters {zlib.crc32(repr(numbers).encode()):x}")
     if counts:  # the program of some rank may have changed them
-        shown = optimizer.states.shown.items()
-        entries = [entry for parameter, entry in shown if gradients.chunk_of(parameter) not in early]
+        shown = optimizer.states.shown  # in the order in which this rank has made them
+        in_order = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in shown
+        ]
+        entries = [shown[parameter] for parameter in in_order if gradients.chunk_of(parameter) not in early]
         found = [float(value) for entry in entries for value in entry.values() if _is_number(value)]
         lines.append(f"counts of steps {zlib.crc32(repr(found).encode()):x}")
     given = [f"{name} with a hash of {_hash_of(grad):x}" for name, grad in gradients.of_the_program()]

@@ -85,7 +85,8 @@ class Plan:
     device_chunks: int
     delays: float
     overlap: Literal["off", "backward", "forward"]
-    """With overlap nobody sees gradients, and each step has the backwards of the first, over the same experts."""
+    """With overlap nobody sees gradients, and each step has as many backwards as the first: over the same experts, but
+    where these are one for a rank."""
     steps: list[Step] = field(default_factory=list)
 
     @staticmethod
@@ -112,6 +113,8 @@ class Plan:
                 backwards = [
                     [[_forward(draw) for _ in range(draw.choice(forwards))] for _ in range(n)] for n in numbers
                 ]
+            elif max(map(len, backwards)) == 1:
+                backwards = [[[_forward(draw)] for _ in of_rank] for of_rank in backwards]
             numbers = [*map(len, backwards)]
             plan.steps.append(
                 Step(
