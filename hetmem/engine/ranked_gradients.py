@@ -70,8 +70,9 @@ class RankedGradients:
         """Tell the other ranks which parameters have a gradient, and what the program has written."""
         self.writes.tell()
         if self.writes.pages:
-            listeners = self._sink.listeners
-            self.writes.refuse_in({managed.chunk for listener in listeners for managed in listener.begun()})
+            begun = {managed.chunk for listener in self._sink.listeners for managed in listener.begun()}
+            if begun:
+                self.writes.refuse_in(begun)
             self._sink.runtime.outgoing.wait_for(self._sink.runtime.chunks)  # as all bring a part of them home then
         has = [*map(_is_there, map(_GRADIENT, self._parameters))]
         self._ranks.words.has_gradient[self._ranks.rank] = has

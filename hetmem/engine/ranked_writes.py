@@ -120,16 +120,17 @@ class RankedWrites:
     def refuse_in(self, begun: Container[Chunk]) -> None:
         """Raise RuntimeError if the program has written to chunks whose updates of this step have `begun`; what it has
         written is dropped."""
-        for page in self.pages:
-            if all(chunk not in begun for chunk, _, _ in self._homes_of([page])):
-                continue
-            mapping = self._ranks.pool.mapping
-            name = self._name(page * mmap.PAGESIZE + mapping.first_difference(page))
-            mapping.show_home(self.pages)
-            raise RuntimeError(
-                f"the program has written to {name}, or beside it, after updates had begun (overlap=): write before "
-                f"the backward or after step(), or set overlap='off'"
-            )
+        first = next((first for chunk, _, first in self._homes_of(self.pages) if chunk in begun), None)
+        if first is None:
+            return
+        mapping = self._ranks.pool.mapping
+        page = next(page for page in self.pages if (page + 1) * mmap.PAGESIZE > first)
+        name = self._name(page * mmap.PAGESIZE + mapping.first_difference(page))
+        mapping.show_home(self.pages)
+        raise RuntimeError(
+            f"the program has written to {name}, or beside it, after updates had begun (overlap=): write before the "
+            f"backward or after step(), or set overlap='off'"
+        )
 
     def refuse_in_compute(self, managed: ManagedParameter) -> None:
         """Raise `ManageError` for a write of an operator to the device copy of `managed`; the home has not got it."""

@@ -99,7 +99,8 @@ RUNS = [{}, {"overlap": "backward", "mixed_precision": torch.bfloat16}, {"overla
     [
         (2, RUNS[1:2]),
         pytest.param(2, [RUNS[0], RUNS[2]], marks=pytest.mark.nightly),
-        pytest.param(3, [{"width": 1024, "layers": 24}, RUNS[1]], marks=pytest.mark.nightly),
+        pytest.param(2, [{"width": 1024, "layers": 24}], marks=pytest.mark.nightly),
+        pytest.param(4, [RUNS[1]], marks=pytest.mark.nightly),
     ],
 )
 def test_states_on_nvme_have_the_bits_of_one_process(count: int, runs: list[dict[str, Any]], tmp_path: Path) -> None:

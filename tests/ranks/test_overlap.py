@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import time
@@ -144,6 +145,14 @@ def told(rank: int) -> dict[str, str]:
         backward(3)  # another one takes part from within its step
     optimizer.step()
     found["weights"] = str([p.double().sum().item() for p in model.parameters()])
+    address = model.layers[2].weight.data_ptr()
+    optimizer.zero_grad()
+    backward(4)
+    ctypes.c_float.from_address(address).value = 7.0
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        found["pointer"] = str(error)
     return found
 
 
@@ -153,5 +162,6 @@ def test_what_would_meet_updates_under_way_is_refused_by_name() -> None:
     for found in (one, other):
         for name in ("read", "forward", "states"):
             assert re.search(r"Updated already: layers\.3.*layers\.0", found.pop(name))
+        assert "the program has written to layers.2.weight, or beside it, after updates" in found.pop("pointer")
         assert re.search("which only its update reads|which its update has used up", found.pop("gradient"))
         assert not found
