@@ -119,7 +119,7 @@ def manage(
     `group`: the ranks that train the model together, from one copy of it in the host memory of each machine, with the
     bits of plain torch that runs their batches in turn: a `ProcessGroup`, or a `DeviceMesh` of one dimension. None =
     those of the initialised process group, or of a launcher such as torchrun; False = this process alone.
-    `budget.host` is that of all ranks of a machine, `budget.device` that of each.
+    `budget.host` and `budget.nvme` are those of all ranks of a machine, `budget.device` that of each.
 
     Raises `ManageError` for a module or options that cannot be managed, `BudgetError` for a budget or a directory that
     does not suffice, `ProfileError` for an invalid profile (all ValueErrors), `StoreError` for a drive without room and

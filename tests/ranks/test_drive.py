@@ -15,7 +15,7 @@ import hetmem
 from hetmem.errors import HetmemError
 from hetmem.testing import ranks
 
-WIDTH, LAYERS, STEPS = 64, 32, 3
+WIDTH, LAYERS, STEPS = 64, 20, 3
 
 
 class Net(torch.nn.Module):
