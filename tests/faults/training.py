@@ -56,7 +56,7 @@ class Training:
     def settle(self) -> None:
         """Wait until nothing is under way to or from the disk."""
         (store,) = self.disk.stores
-        while store._reads._in_flight or store._writes._in_flight:
+        while store.is_busy:
             time.sleep(0.001)
 
 
