@@ -181,7 +181,7 @@ class Room:
 
     host_bytes: int
     nvme_bytes: int
-    remedy: str = "give or raise Budget(nvme=…, nvme_dir=…), or raise Budget(host=…)"
+    remedy: str = "raise Budget(host=…), or Budget(nvme=…, nvme_dir=…)"
 
 
 def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
