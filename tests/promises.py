@@ -70,7 +70,7 @@ PROMISES: dict[str, Mutation | str] = {
         "ranks/drive.py",
         "if self._owns(chunk, tile):",
         "if self._owns(chunk + 1, tile):",
-        "tests/ranks/test_drive.py::test_states_on_nvme_have_the_bits_of_one_process[2-runs0]",
+        "tests/ranks/test_drive.py::test_states_on_nvme_have_the_bits_of_one_process[2-1-runs0]",
     ),
     "Ranks of several machines": Mutation(
         "engine/machine_sums.py",

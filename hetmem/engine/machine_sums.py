@@ -26,8 +26,9 @@ from hetmem.ranks.words import Doing
 if TYPE_CHECKING:
     from hetmem.ranks.machines import Machines  # imports torch.distributed, which one process does without
 
-_ANNOUNCED = 5
-"""Bytes in front of what a machine says of each parameter: what it does, and a hash of what its program has written."""
+_ANNOUNCED = 6
+"""Bytes in front of what a machine says of each parameter: what it does, whether its program got states, and a hash of
+what that has written."""
 _PAUSE_SECONDS = 1e-3
 """How often the thread looks whether the next chunk is complete."""
 
@@ -52,6 +53,8 @@ class MachineSums:
         self._left: deque[Chunk] = deque()
         """Those that are still to be exchanged in this backward."""
         self._backward, self._is_announced = 0, False
+        self.any_got_states = False
+        """Whether the program of any machine ever got the states of the optimizer that steps."""
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -146,9 +149,11 @@ class MachineSums:
         one has gradients of other parameters, or has written something else."""
         there = self._ranks.words.has_gradient[self._ranks.rank]
         written = zlib.crc32(repr(sorted(self._writes.told.items())).encode()) if self._writes.told else 0
-        mine = np.concatenate([np.array([doing, *written.to_bytes(4, "little")], np.uint8), there])
+        got_states = self._ranks.words.handed_out.any()
+        mine = np.concatenate([np.array([doing, got_states, *written.to_bytes(4, "little")], np.uint8), there])
         found = machines.gathered(torch.from_numpy(mine), "the other machines").numpy()
-        if (found[:, 1:_ANNOUNCED] != found[0, 1:_ANNOUNCED]).any():
+        self.any_got_states = bool(found[:, 1].any())
+        if (found[:, 2:_ANNOUNCED] != found[0, 2:_ANNOUNCED]).any():
             raise self._writes.refuse_others(machines)
         machines.compare(found[:, _ANNOUNCED:], lambda at: f"whether {self._parameters[at].name}.grad is None")
         return bool((found[:, 0] == Doing.STEP).all())

@@ -189,16 +189,18 @@ class RankedGradients:
         for listener in self._sink.listeners:
             listener.go_on()
 
-    def end_backwards_of_other_machines(self) -> None:
-        """Take part, with no gradient, in backwards that other machines enter, until all have come to a step."""
+    def end_backwards_of_other_machines(self) -> bool:
+        """Take part, with no gradient, in backwards that other machines enter, until all have come to a step. Return
+        whether the program of any ever got the states of the optimizer that steps."""
         if self._sums is None:
-            return
+            return False
         self.tell()
         while not self._sums.all_step():
             with torch_private.NoFunctionsOfSubclasses():
                 self.begin()
                 self.end()
             self.tell()
+        return self._sums.any_got_states
 
     def compare_machines(self, number: int, what: str) -> None:
         """Raise `PeerError` that names `what`, if another machine has another `number`."""

@@ -52,10 +52,10 @@ class RankedSteps:
         name, handed_out = f"a step of {type(optimizer).__name__}", self._ranks.words.handed_out
         handed_out[self._ranks.rank] = optimizer.states.handed_out
         self._ranks.meet(name, serve=_take_part)
-        self._gradients.end_backwards_of_other_machines()
+        got_states = self._gradients.end_backwards_of_other_machines()
         self._gradients.tell()
         self._note_early(self._offered)
-        options = _in_words(optimizer, self._gradients, counts=handed_out.any(), early=self._early)
+        options = _in_words(optimizer, self._gradients, counts=got_states or handed_out.any(), early=self._early)
         self._early = set()
         self._ranks.meet(f"the options of {name}", options)
         self._gradients.compare_machines(zlib.crc32(options.encode()), f"what {name} does")

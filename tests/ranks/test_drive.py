@@ -95,19 +95,22 @@ RUNS = [{}, {"overlap": "backward", "mixed_precision": torch.bfloat16}, {"overla
 
 
 @pytest.mark.parametrize(
-    ("count", "runs"),
+    ("count", "machines", "runs"),
     [
-        (2, RUNS[1:2]),
-        pytest.param(2, [RUNS[0], RUNS[2]], marks=pytest.mark.nightly),
-        pytest.param(2, [{"width": 1024, "layers": 24}], marks=pytest.mark.nightly),
-        pytest.param(4, [RUNS[1]], marks=pytest.mark.nightly),
+        (2, 1, RUNS[1:2]),
+        pytest.param(2, 1, [RUNS[0], RUNS[2]], marks=pytest.mark.nightly),
+        pytest.param(2, 2, RUNS, marks=pytest.mark.nightly),
+        pytest.param(2, 1, [{"width": 1024, "layers": 24}], marks=pytest.mark.nightly),
+        pytest.param(4, 1, [RUNS[1]], marks=pytest.mark.nightly),
     ],
 )
-def test_states_on_nvme_have_the_bits_of_one_process(count: int, runs: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_states_on_nvme_have_the_bits_of_one_process(
+    count: int, machines: int, runs: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """With states and weights loaded again, and states written by the program of all ranks; of one tile a chunk, and of
     several."""
     expected = trained(-1, count, str(tmp_path), [{**run, "overlap": "off"} for run in runs])
-    for found in ranks(count, trained, count, str(tmp_path), runs):
+    for found in ranks(count, trained, count, str(tmp_path), runs, machines=machines):
         for run, one, other in zip(runs, found, expected, strict=True):
             assert all(map(torch.equal, one, other)), run
     assert not [name for name in os.listdir(tmp_path) if name != "file"]
