@@ -106,6 +106,8 @@ def late(rank: int) -> list[dict[str, Tensor]]:
         x, often, seldom = integers(number, rank)
         if often or seldom:
             model(x, often, seldom).backward()
+        if rank == 0:
+            optimizer.state_dict()  # as a save does, which the first machine makes alone
         if number % BACKWARDS_A_STEP == 1 or number == len(USES) - 1:
             optimizer.step()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
