@@ -174,6 +174,8 @@ def test_hooks_of_the_user_see_what_a_function_of_the_user_saves(
     mixed: torch.dtype | None,
     tmp_path: Path,
 ) -> None:
+    if reentrant and inside and mixed is not None:
+        pytest.skip("an error: see docs/limits.md")
     within, around = (hooks, nullcontext) if inside else (nullcontext, hooks)
     modules = pair(partial(OfScale, within, reentrant), placement, tmp_path, mixed_precision=mixed, sanitize=True)
     with around():
