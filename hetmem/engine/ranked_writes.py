@@ -38,8 +38,11 @@ class RankedWrites:
         """What they were told of last, and the hash of each page."""
 
     def tell(self) -> None:
-        """Tell the other ranks what the program has written, as this one comes to a backward or a step."""
+        """Tell the other ranks what the program has written, as this one comes to a backward or a step, once all have
+        compared what they were told in the last step, which this rank may have left before."""
         words, rank, mapping = self._ranks.words, self._ranks.rank, self._ranks.pool.mapping
+        steps, own = words.steps, int(words.steps[rank])
+        self._ranks.waits.until(lambda: bool((steps >= own).all()), "what ranks compare in a step")
         pages = self._find()
         cast = [chunk for chunk, role, _ in self._homes_of(pages) if role == Role.PARAM and Role.COMPUTE in chunk.homes]
         for chunk in cast:
