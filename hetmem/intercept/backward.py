@@ -38,7 +38,7 @@ from hetmem.engine.runtime import REHEARSAL, Runtime, Turn, acting_thread, in_ba
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.diagnostics import refuse_gradients_by_node, refused_stream
-from hetmem.intercept.dynamo import opaque, skipped, uncompiled
+from hetmem.intercept.dynamo import opaque, skipped, told, uncompiled
 from hetmem.intercept.faults import run_again
 from hetmem.intercept.forward_scope import drop_ended_modes
 from hetmem.intercept.interceptor import Interception
@@ -87,7 +87,7 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return differentiate(_backward, outputs, *args, **kwargs)
     except DeviceOutOfMemoryError as error:
-        raise error.told() from None
+        raise told(error) from None
 
 
 @skipped

@@ -15,6 +15,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hetmem import torch_private
+from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.memory.interrupts import HELD_BACK
 
 _EVAL: Any = torch_private.eval_frame
@@ -52,6 +53,10 @@ def uncompiled(function: _FunctionT) -> _FunctionT:
                 set_compiler(compiler)
 
     return cast(_FunctionT, call)
+
+
+told = uncompiled(DeviceOutOfMemoryError.told)
+"""Of an error that a compiled block raises too: what is rehearsed for its message is no code of the block."""
 
 
 def called_by_autograd(function: _FunctionT) -> _FunctionT:

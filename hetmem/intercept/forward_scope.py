@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
 from hetmem.errors import DeviceOutOfMemoryError
-from hetmem.intercept.dynamo import set_compiler, skipped
+from hetmem.intercept.dynamo import set_compiler, skipped, told
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.torch_private import TorchDispatchMode
 
@@ -235,7 +235,7 @@ class _Functions(TorchFunctionMode):
         try:
             return compute.functions(func, types, args, kwargs or {})
         except DeviceOutOfMemoryError as error:
-            raise error.told() from None
+            raise told(error) from None
         finally:
             compute.functions_running -= 1
             if compiler is not None:
@@ -265,7 +265,7 @@ class _Operators(TorchDispatchMode):
         try:
             return compute.operators(func, types, args, kwargs or {})
         except DeviceOutOfMemoryError as error:
-            raise error.told() from None
+            raise told(error) from None
 
 
 class Hook:

@@ -24,7 +24,7 @@ from hetmem.engine.runtime import Section
 from hetmem.engine.working_gradients import ArrivalHooks
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept.diagnostics import ScriptError, refuse_conversion
-from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_compiler, skipped
+from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_compiler, skipped, told
 from hetmem.intercept.forward_scope import outermost_of_modules, running
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK, HERE
@@ -71,7 +71,7 @@ class BeforeForward(_OfThisModule):
         try:
             return None if hooked is None else hooked.before_forward(module, args, kwargs)
         except DeviceOutOfMemoryError as error:
-            raise error.told() from None
+            raise told(error) from None
 
 
 class AfterForward(_OfThisModule):

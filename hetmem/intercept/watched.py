@@ -25,7 +25,7 @@ import torch
 from hetmem import torch_private
 from hetmem.engine.param_views import get_data, leave_ordinary, of_class, set_data, works_for
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
-from hetmem.intercept.dynamo import set_compiler, skipped
+from hetmem.intercept.dynamo import set_compiler, skipped, told
 from hetmem.torch_private import tree_leaves
 
 _get_compiler: Any = torch_private.eval_frame.get_eval_frame_callback
@@ -70,7 +70,7 @@ class Watched:
         try:
             return faults(func, args, kwargs or {})
         except DeviceOutOfMemoryError as error:
-            raise error.told() from None
+            raise told(error) from None
         finally:
             if compiler is not None:
                 set_compiler(compiler)
