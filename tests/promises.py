@@ -344,7 +344,7 @@ PROMISES: dict[str, Mutation | str] = {
         "engine/runtime.py",
         "            if key != STEP:\n                self.uses.renew_held_copies()\n",
         "            if key != STEP:\n",
-        "tests/intercept/test_kept_views.py::test_a_view_that_a_module_keeps_shows_the_weight_as_it_is[turned-off-host]",
+        "tests/intercept/test_kept_views.py::test_a_view_that_a_module_keeps_shows_the_weight_as_it_is[detached-off-host]",
     ),
     "A raw pointer to a weight": "bind a module's weights for one function instead of its call",
     "made by `fork()`": Mutation(

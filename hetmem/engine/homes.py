@@ -29,10 +29,10 @@ from hetmem.schedule.trace import Tier
 
 _NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
-_STATES_ALONE = "of a group of ranks NVMe takes states alone: raise Budget(host=…)"
+_STATES_ALONE = "of a group of ranks NVMe takes states alone: "
 _WITHOUT_STAGING = (
     "hetmem.manage found room in host memory for what trains, with two states, and set none aside to reach the drive "
-    "through: call it before weights are frozen that train later, or raise Budget(host=…)"
+    "through: call it before weights are frozen that train later, or "
 )
 
 ALLOCATOR_SHARE = 0.03

@@ -416,8 +416,9 @@ def check_room(
     kinds = ", ".join(f"{what} {format_size(nbytes)}" for what, nbytes in wanted.items())
     raise BudgetError(
         f"{name} has no room: weights, gradients and states take {format_size(here)} in all beside the device ({kinds} "
-        f"still to come), and {tiers}{device}, so {format_enough(missing)} are missing; {room.remedy} to "
-        f"{format_enough(memory.host_pool.capacity_bytes + missing)}; "
+        f"still to come), and {tiers}{device}, so {format_enough(missing)} are missing; {room.unreachable}raise "
+        f"Budget(host=…) to {format_enough(memory.host_pool.capacity_bytes + missing)}"
+        f"{'' if room.unreachable else ', or give Budget(nvme=…, nvme_dir=…)'}; "
         f"`hetmem plan` says what else would do"
     )
 

@@ -177,11 +177,12 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes still free on the tiers that can hold homes, and what to do where these are too few."""
+    """Bytes still free on the tiers that can hold homes. `unreachable`: why there are none on a drive that the budget
+    has, and what helps beside more host memory: the beginning of a sentence."""
 
     host_bytes: int
     nvme_bytes: int
-    remedy: str = "raise Budget(host=…), or Budget(nvme=…, nvme_dir=…)"
+    unreachable: str = ""
 
 
 def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
@@ -203,7 +204,7 @@ def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
         raise BudgetError(
             f"the budget has no place for {what}: {format_size(sum(sizes))} needed, {format_size(room.host_bytes)} of "
             f"host memory and {format_size(room.nvme_bytes)} of NVMe are left, so {format_size(-nvme)} are missing; "
-            f"{room.remedy}"
+            f"{room.unreachable}raise Budget(host=…){'' if room.unreachable else ', or Budget(nvme=…, nvme_dir=…)'}"
         )
     return tiers
 

@@ -102,7 +102,7 @@ class Pinning(SimDevice):
 
     locked = 0
 
-    def pin(self, host: Any) -> Callable[[], None]:
+    def pin(self, host: Any, start: int = 0) -> Callable[[], None]:
         self.locked += 1
         return self._unpin
 

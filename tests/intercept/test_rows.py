@@ -4,6 +4,7 @@ single calls move, and the bits are torch's, whatever the program does within a 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ import hetmem
 from benchmarks.call_cost import counted
 from hetmem import testing
 from tests.engine.harness import adamws, assert_same_weights
+from tests.forked import Forks
 
 
 class Scaled(nn.Module):
@@ -161,11 +163,10 @@ def without_rows(managed: Any) -> None:
         part.register_forward_hook(lambda module, args, output: None)
 
 
-@pytest.mark.parametrize(("how", "most"), [("trains", 0.82), ("evaluates", 0.66), ("in turns", 0.92)])
-def test_what_moves_is_what_single_calls_move(how: str, most: float) -> None:
-    """With at most the part `most` of the calls that these take beside plain torch, whose modules have the same
-    hooks."""
-    seen, trains = [], how != "evaluates"
+def figures(how: str) -> list[Any]:
+    """What moves and which operators use it, the same in rows and in single calls or not, and the calls of both beside
+    plain torch, whose modules have the same hooks."""
+    seen, trains = list[Any](), how != "evaluates"
     for each_alone in (False, True):
         trained = Trained(turns=how == "in turns")
         managed, inside = trained.managed, testing.of(trained.managed)
@@ -181,8 +182,19 @@ def test_what_moves_is_what_single_calls_move(how: str, most: float) -> None:
             )
         seen.append((inside.transfers(), inside.operators(), calls - own))
     (moved, used, calls), (moved_alone, used_alone, calls_alone) = seen
-    assert moved == moved_alone
-    assert used == used_alone
+    return [moved == moved_alone, used == used_alone, calls, calls_alone]
+
+
+@pytest.mark.parametrize(("how", "most"), [("trains", 0.82), ("evaluates", 0.66), ("in turns", 0.92)])
+def test_what_moves_is_what_single_calls_move(how: str, most: float, forks: Forks) -> None:
+    """With at most the part `most` of the calls; in a process without other models, which each backward would ask."""
+    ended = forks.run(
+        f"import json\nfrom tests.intercept.test_rows import figures\nprint(json.dumps(figures({how!r})))"
+    )
+    assert ended.returncode == 0, ended.stderr
+    same_moves, same_uses, calls, calls_alone = json.loads(ended.stdout.splitlines()[-1])
+    assert same_moves
+    assert same_uses
     assert calls < most * calls_alone
 
 
