@@ -134,7 +134,7 @@ def _who() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < 3:
         path = frame.f_code.co_filename
-        if path.startswith(_HETMEM) and frame.f_code.co_name != "wait_while":  # a loop, no more
+        if path.startswith(_HETMEM) and frame.f_code.co_name not in ("wait_while", "_until"):  # loops, no more
             found.append(f"{path.rsplit('/', 1)[-1].removesuffix('.py')}.{frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(found) or "outside of hetmem"
