@@ -37,6 +37,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.trainers import PEERS, Shape, Step
@@ -45,7 +46,8 @@ ROOT = Path(__file__).parents[1]
 WARM_UP = 2
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 """The first is where glibc's own threshold ends up in a process that frees larger blocks."""
-QUIET_LOAD = 1.5
+OTHERS = 0.1
+"""How much of the cores others may use where wall times are told."""
 
 
 # ---- one of them, in its process -------------------------------------------------------------------------------
@@ -71,6 +73,7 @@ def serve(name: str, shape: Shape) -> None:
 
 
 def _measured(step: Step) -> dict[str, Any]:
+    busy = _busy_seconds()
     wall, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
     loss = float(step())
     if torch.cuda.is_available():
@@ -82,9 +85,16 @@ def _measured(step: Step) -> dict[str, Any]:
         "loss": loss,
         "host_bytes": _peak_bytes(),
     }
+    answer["others"] = max(_busy_seconds() - busy - answer["cpu"], 0.0)
     if torch.cuda.is_available():
         answer["device_bytes"] = torch.cuda.memory_stats().get("allocated_bytes.all.peak", 0)
     return answer
+
+
+def _busy_seconds() -> float:
+    """What all programs of the machine have used of its cores so far."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
 
 
 def _peak_bytes() -> int:
@@ -213,6 +223,13 @@ def compare(
     return peers
 
 
+def used_by_others(peers: list[Peer]) -> float:
+    """The share of the cores that other programs used during the rounds that count."""
+    steps = [step for peer in peers for step in peer.steps[WARM_UP:]]
+    seconds = sum(step["wall"] for step in steps) * len(os.sched_getaffinity(0))
+    return sum(step["others"] for step in steps) / seconds if seconds else 0.0
+
+
 def table(peers: list[Peer], *, quiet: bool = True) -> list[str]:
     """Markdown: ratios to plain torch, where that is among them. Wall times only of a `quiet` machine."""
     base = next((peer for peer in peers if peer.name == "plain" and peer.counts), None)
@@ -285,18 +302,19 @@ def main() -> int:
 
 def page(shape: Shape, options: argparse.Namespace, before: str, peers: list[Peer]) -> str:
     """The table with what it is of. `before`: the machine, as it was then."""
+    others = used_by_others(peers)
     rows = [
         "# The same GPT, trained by plain torch, hetmem and others",
         "",
-        f"{date.today()}: {before} before, {os.getloadavg()[0]:.1f} after. A GPT of {shape.depth} blocks, width "
-        f"{shape.width}, batch {shape.batch} x {shape.context}, {shape.precision}: `python -m benchmarks.peers "
-        f"--rounds {options.rounds}`, one process each, rounds interleaved, one at work at a time. Ratios are to plain "
-        "torch in this run.",
+        f"{date.today()}: {before} before, {others:.0%} of the cores used by others while it ran. A GPT of "
+        f"{shape.depth} blocks, width {shape.width}, batch {shape.batch} x {shape.context}, {shape.precision}: "
+        f"`python -m benchmarks.peers --rounds {options.rounds}`, one process each, rounds interleaved, one at work "
+        "at a time. Ratios are to plain torch in this run.",
         "",
-        *table(peers, quiet=os.getloadavg()[0] < QUIET_LOAD),
+        *table(peers, quiet=others < OTHERS),
         "",
         "CPU is the time of all threads of a process, thread that of the one that trains: medians of rounds. Wall "
-        f"times are left out where others use the machine too (a load above {QUIET_LOAD}). Peaks include the building. "
+        f"times are left out where others use more than {OTHERS:.0%} of the cores. Peaks include the building. "
         "hetmem's simulated device lies in host memory: what is resident there counts as the process's, as all else. "
         "`malloc` keeps freed blocks alike in all of them.",
         "",
