@@ -319,7 +319,7 @@ def write_tensors(
 def write_block(fd: int, path: str, start: int, tensor: torch.Tensor, block: FileBlock, buffer: BlockBuffer) -> int:
     """Write one block of `tensor`, whose data begin at byte `start` of the file; return its CRC-32."""
     piece = tensor.detach()[block.index]
-    if not _is_memory(piece):
+    if not is_memory(piece):
         piece = buffer.like(piece.shape, piece.dtype).copy_(piece)
     memory = _bytes_of(piece)
     write_at(fd, path, memory, start + block.offset)
@@ -363,7 +363,7 @@ def _read(
 ) -> int:
     """Read one block into `into`, if given; return its CRC-32. Raises `CheckpointError` if that is not `check`."""
     piece = None if into is None else into[block.index]
-    direct = piece is not None and piece.dtype is stored.dtype and _is_memory(piece)
+    direct = piece is not None and piece.dtype is stored.dtype and is_memory(piece)
     shape = (block.nbytes // stored.dtype.itemsize,) if piece is None else piece.shape
     source = piece if piece is not None and direct else buffer.like(shape, stored.dtype)
     memory = _bytes_of(source)
@@ -380,7 +380,7 @@ def _read(
     return found
 
 
-def _is_memory(tensor: torch.Tensor) -> bool:
+def is_memory(tensor: torch.Tensor) -> bool:
     """Return whether the bytes of `tensor` lie in host memory in the order of a file."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 

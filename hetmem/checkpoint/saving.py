@@ -87,8 +87,9 @@ def save(
     Raises `CheckpointError` (a ValueError) for values that cannot be saved, and within a forward, a backward or an
     unfinished step; `StoreError` (an OSError, with path, offset, bytes and errno) if the disk is full or fails. Both
     leave the earlier file as it was. Save between steps; other threads that train with `model` wait meanwhile.
-    Gradients are not saved. Of a group of ranks, rank 0 writes the file, alone, or while the others, which call this
-    too, wait for it: `PeerError` if it fails. With `wait=False` they get handles that end with its own.
+    Gradients are not saved. Of a group of ranks, rank 0 writes the file, alone, or with the others, which call this
+    too, each some blocks: `PeerError` where another rank fails. With `wait=False` rank 0 writes all of it, and they get
+    handles that end with its own.
     """
     refuse_other_than_modules(model)
     kept = None if keep is None else Kept(os.fspath(path), extra, keep)
@@ -96,12 +97,12 @@ def save(
     with trimmed(), all_of(model, "a checkpoint"):
         models, sharing = end_saves(model), Sharing(model)
         if wait:
-            sharing.save(file, lambda: _write(file, model, *_contents(model, optimizer, extra), kept).wait())
+            sharing.save(file, lambda: _write(file, model, *_contents(model, optimizer, extra), kept, sharing).wait())
             return None
         held = held_chunks(models) | sharing.written()
         return sharing.begin_save(
             file,
-            lambda ends: _write(file, model, *_contents(model, optimizer, extra), kept, models, held, sharing, ends),
+            lambda ends: _write(file, model, *_contents(model, optimizer, extra), kept, sharing, models, held, ends),
         )
 
 
@@ -111,13 +112,13 @@ def _write(
     tensors: dict[str, torch.Tensor],
     texts: dict[str, str],
     kept: Kept | None,
+    sharing: Sharing,
     models: Sequence[Interception] = (),
     held: Collection[Chunk] = (),
-    sharing: Sharing | None = None,
     ends: ExitStack | None = None,
 ) -> SaveHandle:
     """Write `tensors` and `texts` to `file`: in the background what lies in homes of `models`, but in `held` chunks, as
-    all ranks of `sharing` see them. `ends` is closed once all is done."""
+    all ranks of `sharing` see them; without `ends`, which is closed once all is done, all at once with these ranks."""
     stored = arrange(tensors)
     blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
     nbytes = len(blank) + data_nbytes(stored)
@@ -128,10 +129,11 @@ def _write(
             stack.push(kept.after)
         with HELD_BACK:  # no interrupt between the new file and its removal
             fd = stack.enter_context(replacing(file, nbytes))
-        at_home = tensors if sharing is None else sharing.shared(tensors)
-        later = pieces_at_home(models, stored, at_home, _counters(model), held) if models else {}
+        later = pieces_at_home(models, stored, sharing.shared(tensors), _counters(model), held) if models else {}
         names = {piece.stored.name for pieces in later.values() for piece in pieces}
-        checks = write_tensors(fd, file, len(blank), [one for one in stored if one.name not in names], tensors)
+        checks = sharing.write_blocks(fd, file, len(blank), stored, tensors) if ends is None else {}
+        own = [one for one in stored if one.name not in names and one.name not in checks]
+        checks |= write_tensors(fd, file, len(blank), own, tensors)
 
         def finish(others: dict[str, list[int]]) -> None:
             found = {**checks, **others}

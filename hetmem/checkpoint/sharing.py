@@ -1,11 +1,14 @@
 """The part of one rank in a file that a group of ranks saves or loads; a model of one process is the whole group.
 
-Homes are there once for all ranks. So rank 0 writes a file. In loading, each rank checks one of every N blocks, and
-brings one of every N to the homes; what each rank has for itself (buffers, step counts, `extra`) each reads whole.
+Homes are there once for all ranks. So each rank that saves writes blocks of them to the file, and rank 0 the rest:
+what each rank has for itself (buffers, step counts, `extra`). In loading, each rank checks one of every N blocks, and
+brings one of every N to the homes; what it has for itself each reads whole.
 """
 
 from __future__ import annotations
 
+import mmap
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -14,12 +17,15 @@ from typing import TypeVar
 import torch
 
 from hetmem.checkpoint.background import PeerHandle, SaveHandle
+from hetmem.checkpoint.disk import BlockBuffer, is_memory, run, write_at
+from hetmem.checkpoint.layout import Stored
 from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Role, elements
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.ranks.group import Ranks
+from hetmem.ranks.saves import SharedBlocks
 from hetmem.schedule.trace import Tier
 
 T = TypeVar("T")
@@ -38,11 +44,35 @@ class Sharing:
         self._ranks: Ranks | None = None if self._by is None else self._by.runtime.memory.ranks
 
     def save(self, path: str, write: Callable[[], None]) -> None:
-        """Do `write()`, which writes the file `path`, on one rank; the others of its machine wait for it."""
+        """Do `write()`, which writes the file `path`, on one rank; the others of its machine `write_blocks` with it."""
         if self._ranks is None:
             write()
         elif self._ranks.machines is None or self._ranks.machines.index == 0:
-            self._ranks.saves.by_rank_0(path, write)
+            self._ranks.saves.together(path, write, partial(_write_blocks, path, self._ranks))
+
+    def write_blocks(
+        self, fd: int, path: str, data_start: int, stored: Iterable[Stored], tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[int]]:
+        """Write those of `tensors` that all ranks see alike in homes, with the ranks that save `path` too, and return
+        the CRC-32 of every block of each. The rest, which lies elsewhere or in another order than in the file, and what
+        the program of this rank has written and that is not home yet, is not written."""
+        if self._ranks is None:
+            return {}
+        mapping, own = self._ranks.pool.mapping, {*self._ranks.pool.written()}
+        shared, blocks = list[Stored](), list[tuple[int, int, int]]()
+        for one in stored:
+            tensor = tensors[one.name]
+            start = tensor.data_ptr() - mapping.private_address
+            if self.home(tensor) is None or not is_memory(tensor):
+                continue
+            pages = range(start // mmap.PAGESIZE, -(-(start + one.nbytes) // mmap.PAGESIZE))
+            if own.isdisjoint(pages):
+                shared.append(one)
+                first = data_start + one.start
+                blocks += ((start + block.offset, block.nbytes, first + block.offset) for block in one.blocks())
+        write = partial(_write_blocks, path, self._ranks)
+        checks = iter(self._ranks.saves.offered(path, fd, blocks, write))
+        return {one.name: [next(checks) for _ in one.blocks()] for one in shared}
 
     def begin_save(self, path: str, write: Callable[[ExitStack], SaveHandle]) -> SaveHandle:
         """Return the handle of a save of `path` in the background: on one rank that of `write(file)`, which closes
@@ -118,3 +148,18 @@ class Sharing:
                 self._by.runtime.writes.by_loading(managed, recasts=False)
                 for role in [role for role, home in managed.chunk.homes.items() if home.tier is Tier.NVME]:
                     self._by.runtime.traffic.superseded(managed.chunk, role)
+
+
+def _write_blocks(path: str, ranks: Ranks, blocks: SharedBlocks) -> None:
+    """Take and write blocks of the file `path` until none is left."""
+
+    def write_one(_: BlockBuffer) -> None:
+        if (taken := blocks.take()) is None:
+            return
+        number, (start, nbytes, offset) = taken
+        memory = ranks.pool.mapping.buffer(start, nbytes)
+        write_at(blocks.file, path, memory, offset)
+        blocks.wrote(number, zlib.crc32(memory))
+        ranks.waits.sign()
+
+    run(write_one for _ in range(blocks.left))

@@ -76,6 +76,8 @@ class Words:
         """The last step in which each rank has begun to change homes, and the last one in which it has ended that."""
         self.saves, self.saved = self._array((_SAVES, 2)), self._array((1,))
         """The last files that rank 0 has saved, and whether that has failed: see `saves`. How many it has saved."""
+        self.offer = self._array((3,))
+        """The save whose blocks rank 0 offers, 0 if it offers none; its process and the descriptor of their table."""
         self.wrote = self._array((ranks,))
         """How many pages of homes the program of a rank had written as that entered its last backward or step."""
         self.page_hashes = self._array((ranks, pages))

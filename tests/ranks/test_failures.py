@@ -73,14 +73,19 @@ class Trains:
     def load(self) -> None:
         hetmem.load(self.file, self.model, self.optimizer)
 
-    def at(self, place: str, act: Callable[[], None]) -> str:
-        """Do what has `place` in it, where that calls `act`; return the error."""
-        calls = 0
+    def at(self, place: str, act: Callable[[], None], victim: int, story: str) -> str:
+        """Do what has `place` in it, where that calls `act`; return the error. Each `story` is told once of a file."""
+        calls, begun = 0, Path(f"{self.file} {story}")
 
         def instead(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
             nonlocal calls
             calls += 1
+            if place == "save" and self.rank != victim:  # which is to write some of it
+                while not begun.exists():
+                    time.sleep(1e-3)
             if calls == (2 if place in ("save", "load") else 1):  # in the midst of it
+                if self.rank == victim:
+                    begun.touch()
                 act()
             return original(*args, **named)
 
@@ -114,7 +119,7 @@ def fails(rank: int, place: str, victim: int, folder: str) -> dict[str, tuple[st
         trains.save()
         whole, before = Path(file).read_bytes(), trains.values()
         began = time.monotonic()
-        error = trains.at(place, act if rank == victim else lambda: None)
+        error = trains.at(place, act if rank == victim else lambda: None, victim, fault)
         seconds, saved = time.monotonic() - began, ""
         if place == "update":
             trains.values()  # can be read
@@ -142,11 +147,12 @@ def stops_and_is_killed(rank: int, place: str, victim: int, folder: str) -> tupl
     undisturbed, trains = Trains(rank, f"{folder}/other"), Trains(rank, f"{folder}/file")
     for each, act in ((undisturbed, lambda: None), (trains, stops if rank == victim else lambda: None)):
         each.save()
-        assert each.at(place, act) == ""
+        assert each.at(place, act, victim, "stops") == ""
         each.train(2)
     differ = difference(undisturbed.values(), trains.values())
     began = time.monotonic()
-    error = trains.at(place, (lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == victim else lambda: None)
+    act = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == victim else lambda: None
+    error = trains.at(place, act, victim, "is killed")
     return differ, error, time.monotonic() - began
 
 
@@ -157,7 +163,7 @@ WHERE = {
     "save": "failed in hetmem.save",
     "load": "failed in the check of hetmem.load",
 }
-CASES = [(place, victim) for place in ("forward", *WHERE) for victim in (0, 1) if (place, victim) != ("save", 1)]
+CASES = [(place, victim) for place in ("forward", *WHERE) for victim in (0, 1)]
 
 
 def with_one_of(place: str, victim: int) -> list[Any]:
@@ -179,7 +185,7 @@ def test_others_are_told_and_the_last_step_can_be_saved(place: str, victim: int,
         assert fault in told or place == "save" or "StoreError" in told, told
         assert seconds < SECONDS
         assert bool(saved) == (place == "update"), saved
-    assert os.listdir(tmp_path) == ["file"]
+    assert {name.split()[0] for name in os.listdir(tmp_path)} == {"file"}
 
 
 @pytest.mark.parametrize(("place", "victim"), with_one_of("backward", 0))
@@ -190,5 +196,6 @@ def test_a_rank_that_stops_goes_on_and_one_that_is_killed_is_named(place: str, v
     assert differ == []
     assert re.match(rf"PeerError: rank {victim} has died or ended. rank 0: .*; rank 1: .* steps", error), error
     assert seconds < SECONDS
-    assert {name for name in os.listdir(tmp_path) if not name.startswith(".hetmem-")} == {"file", "other"}
+    left = {name.split()[0] for name in os.listdir(tmp_path) if not name.startswith(".hetmem-")}
+    assert left == {"file", "other"}
     assert not [name for name in os.listdir("/dev/shm") if "hetmem" in name]

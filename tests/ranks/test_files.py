@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ class Trains:
         hetmem.save(path, self.model, self.optimizer, {"epoch": 3})
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
+    def save_together(self, path: str, rank: int, count: int) -> str:
+        """Save, where no rank writes anything until each of them has begun to write a block."""
+        real, began = os.pwritev, [Path(f"{path} {number}") for number in range(count)]
+
+        def write(*arguments: Any) -> int:
+            began[rank].touch()
+            wait_for(began)
+            return real(*arguments)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "pwritev", write)
+            return self.save(path)
+
     def write(self) -> None:
         """To a weight, alike on all ranks: its home has it once they come to a backward."""
         with torch.no_grad():
@@ -85,6 +99,13 @@ class Trains:
         return values(self.model, self.optimizer)
 
 
+def wait_for(paths: list[Path]) -> None:
+    until = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < until, "another rank wrote nothing"
+        time.sleep(1e-3)
+
+
 def goes_on(rank: int, count: int, folder: str) -> tuple[str, str, dict[str, torch.Tensor], list[str]]:
     """Digests of the file that was loaded, saved again, and of the one a step later; all values then, and errors."""
     errors = []
@@ -100,7 +121,7 @@ def goes_on(rank: int, count: int, folder: str) -> tuple[str, str, dict[str, tor
     del before, raised  # else they, and their errors, hold states, which are in the file before the call returns
     gc.collect()
     trains.write()
-    again = trains.save(f"{folder}/again {count}")
+    again = trains.save_together(f"{folder}/again {count}", rank, count)
     trains.step_beside_a_save(f"{folder}/beside {count}", 1, [rank])
     assert Path(f"{folder}/beside {count}").read_bytes() == Path(f"{folder}/again {count}").read_bytes()
     with pytest.raises(PeerError if rank else StoreError):
