@@ -76,6 +76,7 @@ POINTS = {
     "tasks that update": "hetmem.optim.update_pass:Passes._update_tasks",
     "read from NVMe": "hetmem.memory.nvme_store:NvmeStore.read",
     "tell other ranks": "hetmem.ranks.waits:Waits.sign",
+    "compare with other ranks": "hetmem.engine.ranked_gradients:RankedGradients.compare",
     "exchange with machines": "hetmem.ranks.machines:Machines.gathered",
 }
 """The functions that `around` and `failing` can wrap, by the names that tests use."""
