@@ -44,16 +44,11 @@ _CAST: Any = _CASTS[0]
 class Saved(NamedTuple):
     """What autograd saves of a weight: which parameter, and which view of it, without memory."""
 
-    owner: Any
-    """The `SavedTensors` that has packed it."""
     managed: ManagedParameter
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
-    conj: bool
-    neg: bool
-    version: int
     itself: bool
     """Whether the parameter itself was saved, whose `.data` may be set since."""
     replaced: int
@@ -61,6 +56,8 @@ class Saved(NamedTuple):
     trains: bool
     """Whether it requires a gradient: then autograd makes a new tensor of what `unpack` returns, else the node gets
     that itself, and may keep it."""
+    conj: bool
+    neg: bool
     is_cast: bool
     """Whether it is a view of a cast of all of the weight to `dtype`, as autocast makes it."""
 
@@ -84,15 +81,20 @@ class SavedTensors:
         """Whether saved-tensor hooks of the program have ever been on top while weights were used."""
         self.weights_packed = 0
         """How many weights were saved in forwards."""
+        self.results_show_weights = False
+        """Whether a result that autograd saved has ever had the memory of a weight."""
         self.casts = Casts(runtime)
+        self.last: dict[ManagedParameter, Saved] = {}
+        """What was last saved of each weight as it computes: mostly the same again."""
         self._device_type = runtime.memory.device.torch_device.type
         self._by_id = runtime.bindings.by_id
         self.by_address, self.by_storage = runtime.bindings.by_address, runtime.bindings.by_storage
         self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
         """Classes of tensors whose storage C++ can be asked for."""
         dtypes = {managed.chunk.compute_dtype for managed in self._by_id.values()}
-        self.dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
-        """The dtype in which all weights compute: no tensor of it is a cast of a weight. None: there are several."""
+        self.dtype = next((each for each in dtypes if len(dtypes) == 1 and not each.is_complex), None)
+        """The dtype in which all weights compute: no tensor of it is a cast of a weight, and none has its conjugate bit
+        set. None: there are several, or it is complex."""
 
     @called_by_autograd
     def on_backward(self) -> None:
@@ -144,10 +146,10 @@ class SavedTensors:
             place = self.pack(tensor)
             if not isinstance(place, Saved) or place.dtype is not place.managed.chunk.compute_dtype:
                 return others(tensor)
-            managed = place.managed
+            managed, version = place.managed, place.managed.counter._version
             with self.runtime.unwatched():
                 bound = tensor.untyped_storage().data_ptr() == managed.slot_view.address
-                alias = tensor.detach() if bound and managed.device is not None else self.unpack(place)
+                alias = tensor.detach() if bound and managed.device is not None else self.unpack(place, version)
                 given = torch.nn.Parameter(alias, False) if tensor is managed.working else alias
                 given.requires_grad_(tensor.requires_grad)
         packed = others(given)
@@ -158,13 +160,13 @@ class SavedTensors:
                 given.data = managed.home.as_strided(place.size, place.stride, place.offset)
             else:
                 given.data = managed.home.as_strided(place.size, (0,) * len(place.size))
-        return _OfWeight(place, packed)
+        return _OfWeight(place, version, packed)
 
     @called_by_autograd
-    def bring(self, unpacked: torch.Tensor, place: Saved) -> torch.Tensor:
+    def bring(self, unpacked: torch.Tensor, place: Saved, version: int) -> torch.Tensor:
         """Return, for autograd, the weight at `place`, for which hooks of the program have `unpacked` a tensor."""
         if self.runtime.bindings.of_storage(unpacked) is place.managed:
-            return self.unpack(place)
+            return self.unpack(place, version)
         with self.runtime.unwatched():
             return unpacked.to(self.runtime.memory.device.torch_device, place.dtype)
 
@@ -187,7 +189,7 @@ class SavedTensors:
         if managed is None or base.stride() != managed.stride or base.shape != managed.shape:
             return None
         self.casts.note(managed, base)
-        return _place_of(self, managed, tensor, tensor.stride(), is_cast=True)
+        return _place_of(managed, tensor, tensor.stride(), is_cast=True)
 
     def enter_node(self) -> None:
         """Have autograd call these hooks until the end of the running node, where it removes them."""
@@ -198,26 +200,25 @@ class SavedTensors:
     def _place_of(self, managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
         assert managed.stand_in is not None
         stands_in = tensor.untyped_storage().data_ptr() == managed.stand_in.untyped_storage().data_ptr()
-        return _place_of(self, managed, tensor, managed.stride if stands_in else tensor.stride())
+        return _place_of(managed, tensor, managed.stride if stands_in else tensor.stride())
 
-    def unpack(self, packed: Saved) -> torch.Tensor:
-        """Return the view that was saved as `packed`, on the device."""
+    def unpack(self, packed: Saved, version: int) -> torch.Tensor:
+        """Return the view that was saved as `packed`, at `version` of its parameter, on the device."""
         if torch.is_grad_enabled() and torch_private.current_node() is not None:
             self.enter_node()  # create_graph=True: the node saves what it computes with
         if self.segments.unseen or is_unseen():
-            return self.view(packed)
+            return self.view(packed, version)
         with self.runtime.unwatched():
-            return self.view(packed)
+            return self.view(packed, version)
 
-    def view(self, packed: Saved) -> torch.Tensor:
-        """Return the view that was saved as `packed`. No mode may see how."""
+    def view(self, packed: Saved, version: int) -> torch.Tensor:
+        """Return the view that was saved as `packed`, at `version`. No mode may see how."""
         managed = packed.managed
         if packed.itself:
             self.runtime.uses.notice_data(managed)
         device = self.runtime.uses.saved(managed)  # may wait for an update of it
-        version = managed.counter._version
-        if version != packed.version:
-            raise RuntimeError(modified(managed.name, version, packed.version))
+        if version != managed.counter._version:
+            raise RuntimeError(modified(managed.name, managed.counter._version, version))
         if packed.replaced != managed.replaced and not packed.itself:
             raise RuntimeError(_set_since(managed.name))
         as_it_is = packed.size == managed.shape and packed.stride == managed.stride
@@ -238,13 +239,21 @@ class SavedTensors:
 
 class Pack(Hook):
     """The pack hook. It has weak references only, see note "interrupts", but what it packs has all that unpacking
-    needs, as a graph may outlive its model. Most saved tensors are activations, so these take the shortest way."""
+    needs, as a graph may outlive its model. Most saved tensors are activations, so these take the shortest way.
+
+    A tensor that is no leaf, and no view of one, is a result, and its storage is not asked for, but in a backward,
+    which saves weights that it has unpacked, and unless a measured forward has saved results that show weights (by
+    `.data`, or of custom functions that return `weight.detach()`). A copy that one shows without notice stays on the
+    device until the graph is dropped.
+    """
 
     def __init__(self, saved: SavedTensors, compute: Compute | None) -> None:
         super().__init__(compute)
         self._saved = weakref.ref(saved)
         self._moves = compute is not None and compute.task < 0 and saved.activations is not None
         """Whether activations may leave the device: not those of a recomputation, which are needed at once."""
+        self._asks = self._moves or saved.runtime.tracer.measured or saved.results_show_weights
+        """Whether it is asked for the storage of results."""
         self._within_modes = bool(_functions_around())
         """Whether function modes were around what these hooks were entered for: they may be where a tensor is saved."""
 
@@ -254,15 +263,24 @@ class Pack(Hook):
         if saved is None or type(tensor) not in saved.kinds or (self._within_modes and _functions_around()):
             return self._pack(tensor)
         try:
-            storage = _storage_of(tensor)
-            if storage in saved.by_storage:
-                managed = saved.by_storage[storage]
-                if managed.bound and storage == managed.slot_view.storage:
-                    saved.weights_packed += 1
-                    itself = tensor is managed.working
-                    return _place_of(saved, managed, tensor, managed.stride if itself else tensor.stride())
-                return self._pack(tensor)
-            if leaf := tensor.is_leaf:
+            leaf, base = tensor.is_leaf, tensor._base
+            if leaf or (base is not None and base.is_leaf) or self._asks or saved.runtime.in_backward:
+                storage = _storage_of(tensor)
+                if storage in saved.by_storage:
+                    managed = saved.by_storage[storage]
+                    if not leaf and (base is None or not base.is_leaf) and not saved.runtime.in_backward:
+                        saved.results_show_weights = True
+                    if managed.bound and storage == managed.slot_view.storage:
+                        saved.weights_packed += 1
+                        itself, dtype, last = tensor is managed.working, tensor.dtype, saved.last
+                        stride, offset = (managed.stride, 0) if itself else (tensor.stride(), tensor.storage_offset())
+                        place: Any = managed, dtype, tensor.shape, stride, offset, itself, managed.replaced
+                        place = *place, tensor.requires_grad, False, False, False
+                        if managed not in last or last[managed] != place or dtype is not saved.dtype:
+                            last[managed] = _place_of(managed, tensor, stride)
+                        return last[managed], saved, managed.counter._version
+                    return self._pack(tensor)
+            if leaf:
                 if tensor.untyped_storage().data_ptr() in saved.by_address:
                     return self._pack(tensor)
             elif (
@@ -270,7 +288,7 @@ class Pack(Hook):
                 and tensor.grad_fn.__class__ in _CASTS
                 and (cast := saved.of_cast(tensor)) is not None
             ):
-                return cast
+                return cast, saved, cast.managed.counter._version
         except RuntimeError:  # it has no storage, as a sparse tensor has none
             return self._pack(tensor)
         if self._moves and (view := self._view(saved, tensor)) is not None:
@@ -285,7 +303,7 @@ class Pack(Hook):
                 packed = saved.pack(tensor)
                 if isinstance(packed, Saved):
                     saved.weights_packed += 1
-                    return packed
+                    return packed, saved, packed.managed.counter._version
                 if self._moves and type(tensor) in saved.kinds and tensor.layout is _STRIDED:
                     with suppress(NotImplementedError):  # it has no storage
                         if (view := self._view(saved, tensor)) is not None:
@@ -303,9 +321,10 @@ class Pack(Hook):
 
 @dataclass(slots=True, eq=False)
 class _OfWeight:
-    """What the program's pack hook has made (`packed`) of the weight at `place`."""
+    """What the program's pack hook has made (`packed`) of the weight at `place`, at `version` of its parameter."""
 
     place: Saved
+    version: int
     packed: Any
 
 
@@ -332,24 +351,26 @@ class _ProgramHooks:
         if not isinstance(packed, _OfWeight):
             return self._unpack(packed)
         tensor, saved = self._unpack(packed.packed), self._saved()
-        return tensor if saved is None else saved.bring(tensor, packed.place)
+        return tensor if saved is None else saved.bring(tensor, packed.place, packed.version)
 
 
-_Packed = Saved | tuple[Any, Any, int]
-"""A weight, or a weak reference to the `SavedTensors` (an activation may be another model's: a hook outlives an
-interrupt; None: there is none), the activation or tensor, and the tensor's version."""
+_Packed = tuple[Any, Any, int]
+"""A weight (`Saved`), the `SavedTensors`, and the version of the parameter; or a weak reference to the `SavedTensors`
+(an activation may be another model's: a hook outlives an interrupt; None: there is none), the activation or tensor, and
+the tensor's version."""
 
 
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
-    if type(packed) is Saved:  # most are not, and cost as little as they can
-        owner = packed.owner
+    of, tensor, version = packed
+    if type(of) is Saved:  # most are not, and cost as little as they can
+        owner = tensor
         if not owner.runtime.in_backward:
             owner.on_backward()
         compiler, monitor = set_compiler(None), owner.runtime.monitor
         try:
             monitor.own = owner.segments.unseen and not torch.is_grad_enabled()
-            unpacked: torch.Tensor = owner.view(packed) if monitor.own else owner.unpack(packed)
+            unpacked: torch.Tensor = owner.view(of, version) if monitor.own else owner.unpack(of, version)
             return unpacked
         finally:
             monitor.own = False
@@ -357,7 +378,6 @@ def _unpack(packed: _Packed) -> torch.Tensor:
                 HELD_BACK.leave()
             if compiler is not None:
                 set_compiler(compiler)
-    of, tensor, version = packed  # type: ignore[misc]  # a named tuple is a tuple
     saved = None if of is None else of()
     if saved is not None and not saved.runtime.in_backward:
         saved.on_backward()
@@ -374,20 +394,14 @@ def _fetched(view: SavedView) -> torch.Tensor:
 
 
 def _place_of(
-    owner: SavedTensors,
-    managed: ManagedParameter,
-    tensor: torch.Tensor,
-    stride: tuple[int, ...],
-    *,
-    is_cast: bool = False,
+    managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...], *, is_cast: bool = False
 ) -> Saved:
     dtype, itself = tensor.dtype, tensor is managed.working
     conj = neg = False
     if dtype is not managed.chunk.compute_dtype or dtype.is_complex:  # real and negative: a view of a complex one
         conj, neg = tensor.is_conj(), tensor.is_neg()
     offset, trains = 0 if itself else tensor.storage_offset(), tensor.requires_grad
-    version, replaced = managed.counter._version, managed.replaced
-    place = owner, managed, dtype, tensor.shape, stride, offset, conj, neg, version, itself, replaced, trains, is_cast
+    place = managed, dtype, tensor.shape, stride, offset, itself, managed.replaced, trains, conj, neg, is_cast
     return _tuple(Saved, place)  # type: ignore[no-any-return]
 
 

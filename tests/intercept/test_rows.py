@@ -20,16 +20,29 @@ from tests.engine.harness import adamws, assert_same_weights
 from tests.forked import Forks
 
 
+class Detached(torch.autograd.Function):
+    """A result that is no view of its argument, and has its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
 class Scaled(nn.Module):
-    """Autograd saves its weight itself."""
+    """Autograd saves its weight itself, or what `shown` makes of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(32))
         self.around: Callable[[torch.Tensor], Any] = lambda x: x
+        self.shown: Callable[[torch.Tensor], Any] = lambda weight: weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.around(x) * self.weight
+        return self.around(x) * self.shown(self.weight)
 
 
 class Block(nn.ModuleDict):
@@ -115,7 +128,24 @@ def _raising(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
     return stack.block(number, x)
 
 
-PROGRAMS = [_keeping, _skipping, _in_another_order, _using_another, _writing, _of_a_call, _exchanging]
+def _showing_by_a_result(stack: Stack, number: int, x: torch.Tensor) -> torch.Tensor:
+    scaled: Any = stack.blocks[number]["first"]  # type: ignore[index]
+    before, scaled.shown = scaled.shown, Detached.apply if number == 3 else scaled.shown
+    result = stack.block(number, x)
+    scaled.shown = before
+    return result
+
+
+PROGRAMS = [
+    _showing_by_a_result,
+    _keeping,
+    _skipping,
+    _in_another_order,
+    _using_another,
+    _writing,
+    _of_a_call,
+    _exchanging,
+]
 
 
 class Trained:
@@ -231,3 +261,11 @@ def test_a_call_that_raises_in_a_row_leaves_all_as_it_was(turns: bool) -> None:
         model.inner = Stack.block
     assert [len(part._forward_hooks) for part in trained.managed.modules()] == hooks
     trained.train(2)
+
+
+def test_copies_leave_the_device_though_results_that_autograd_saves_have_their_memory() -> None:
+    trained = Trained()
+    for model in trained.both:
+        for block in model.blocks:
+            block["first"].shown = Detached.apply
+    trained.train(4)
