@@ -20,7 +20,6 @@ from hetmem.accumulation.surroundings import RandomStates, ThreadState
 from hetmem.base.warning import warn_user
 from hetmem.engine.runtime import is_sharing_a_turn, sharing_the_turn
 from hetmem.errors import ManageError
-from hetmem.intercept.registry import refuse_of_ranks
 from hetmem.intercept.together import JoinedModels
 from hetmem.memory.interrupts import HELD_BACK
 
@@ -61,7 +60,6 @@ def accumulate(
     batches = [*batches]
     parts = parts_of(model)
     parameters = [each for part in parts if part._parameters for each in part._parameters.values() if each is not None]
-    refuse_of_ranks(parameters, "hetmem.accumulate")
     if borders is not None:
         refuse_borders(model, borders)
     if not batches:

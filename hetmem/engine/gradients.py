@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -298,6 +298,11 @@ class GradientSink:
             if memory.is_home_address(address) or memory.is_device_address(address):
                 show_gradient(managed.parameter, gradient.clone())
 
+    def expect(self, arrivals: Mapping[ManagedParameter, int], hiding: int = 0) -> None:
+        """Expect so many gradients of each parameter in the backward of several micro-batches that begins next. Those
+        with none may get some within checkpoints of `hiding` of the micro-batches."""
+        (self.summed if self.ranked is None else self.ranked).expect(arrivals, hiding)
+
     def finish(self) -> None:
         """End a backward: wait until all gradients are at home, and restore each `p.grad` to which none was added."""
         parts, self.parts = self.parts, {}
@@ -332,7 +337,7 @@ class GradientSink:
         for listener in self.listeners:
             listener.backward_raised(error)
         if self.ranked is not None:
-            self.ranked.failed = error
+            self.ranked.failed = self.ranked.failed or error
 
     def wait_until_home(self) -> None:
         """Wait until all gradients are at home, also on NVMe, where the program may write to them from then on; then

@@ -1,13 +1,14 @@
 """Adds the gradients of one rank to homes that several ranks share, in the order of ranks: see `schedule.turns`.
 
 Each gradient is divided by the number of ranks, in the dtype of its home, before it is added. One whose turn has not
-come waits on the device; if too many bytes wait, the thread does.
+come waits on the device; if too many bytes wait, the thread does. Those of micro-batches in turns are added up there
+first: their sum is divided, and has a turn, as one gradient.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
@@ -58,6 +59,10 @@ class RankedGradients:
         """Bytes of those."""
         self._flying: dict[int, int] = {}
         """How many are on their way home, by the number of the parameter."""
+        self._expected: dict[int, int] = {}
+        """How many more gradients micro-batches in turns make, by the number of the parameter."""
+        self._added_up: dict[int, torch.Tensor] = {}
+        """What they have made so far, on the device, by the number of the parameter."""
         self._sums = None if machines is None else MachineSums(ranks, machines, self._parameters, self.writes)
         self._keeps = machines is None or machines.index == 0
         """Whether what was at home before a backward stays in the sum of this machine."""
@@ -143,14 +148,23 @@ class RankedGradients:
         if has_hooks_of_the_user(managed.parameter):
             raise not_yet(f"a post-accumulate hook ({managed.name})")
 
+    def expect(self, arrivals: Mapping[ManagedParameter, int], hiding: int = 0) -> None:
+        """Expect so many gradients of each parameter in the backward of micro-batches in turns that begins next.
+        `hiding`: how many micro-batches make more of them within checkpoints. Raises `ManageError` if any does: sums of
+        which it is not known when they are complete would all wait on the device."""
+        if hiding:
+            raise not_yet("hetmem.accumulate with checkpoints of use_reentrant=True (not with False)")
+        self._expected = {self._numbers[managed]: count for managed, count in arrivals.items() if count > 1}
+
     def send(self, managed: ManagedParameter, arrived: torch.Tensor) -> bool:
-        """Take `arrived`, a gradient of `managed`, and add it at home in its turn."""
-        number, dtype = self._numbers[managed], managed.chunk.dtype
+        """Take `arrived`, a gradient of `managed`, and add it at home in its turn; of micro-batches in turns their
+        sum."""
+        number = self._numbers[managed]
         with without_graph():
-            divided = arrived.to(dtype) / self._ranks.of_all
-        if self._sums is not None:
-            self._sums.made(managed.chunk)
-        self._hold(number, divided)
+            whole = self._add_up(number, arrived) if number in self._expected else arrived
+            if whole is None:
+                return True
+            self._made(number, whole)
         self._advance()
         if self._is_full():
             self._wait(lambda: self._advance() or not self._is_full(), "a turn to add gradients")
@@ -159,6 +173,7 @@ class RankedGradients:
     def end(self) -> None:
         """End a backward: return once it has ended on all ranks, and each `p.grad` shows the mean."""
         with self._place:
+            fewer, self._added_up, self._expected = self._added_up, {}, {}
             if self.failed is not None:
                 self._ranks.waits.end_part(self.failed)
                 if self._sums is not None:
@@ -170,6 +185,8 @@ class RankedGradients:
             self._ranks.figures.ended_backward(self._turns.backward)
             if not self._compared:
                 self._compare_here()
+            for number, whole in fewer.items():
+                self._made(number, whole)
             late = {number: self._waiting.pop(number) for number in self._end_turns()}
             self.go_on()
             self.writes.refuse()
@@ -181,7 +198,7 @@ class RankedGradients:
     def are_home(self, chunk: Chunk) -> bool:
         """Return whether all gradients of `chunk` that this rank has made are at home."""
         numbers = self._numbers_of[chunk]
-        return self._waiting.keys().isdisjoint(numbers) and self._flying.keys().isdisjoint(numbers)
+        return all(each.keys().isdisjoint(numbers) for each in (self._added_up, self._waiting, self._flying))
 
     def go_on(self) -> None:
         """Have optimizers begin what other ranks let begin by now, and advance what is under way."""
@@ -237,6 +254,25 @@ class RankedGradients:
                 self._count(-gradient.nbytes)
                 self._hold(number, gradient)
         self.end()
+
+    def _add_up(self, number: int, arrived: torch.Tensor) -> torch.Tensor | None:
+        """Add `arrived` to what micro-batches have made of a parameter; return the sum once it is complete."""
+        before, dtype = self._added_up.pop(number, None), self._parameters[number].chunk.dtype
+        total = arrived if before is None else before.to(dtype) + arrived  # not in place: autograd may read the first
+        self._expected[number] -= 1
+        if self._expected[number]:
+            self._added_up[number] = total
+            self._sink.runtime.room.count("a sum of gradients", total)
+            return None
+        del self._expected[number]  # another one would come late
+        return total
+
+    def _made(self, number: int, whole: torch.Tensor) -> None:
+        """Have `whole`, what this backward makes of a gradient, wait for its turn."""
+        managed = self._parameters[number]
+        if self._sums is not None:
+            self._sums.made(managed.chunk)
+        self._hold(number, whole.to(managed.chunk.dtype) / self._ranks.of_all)
 
     def _hold(self, number: int, divided: torch.Tensor) -> None:
         """Have `divided`, a gradient of a parameter, wait for its turn."""

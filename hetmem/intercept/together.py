@@ -64,7 +64,7 @@ class JoinedModels:
                     running.give_back()
                     _end_leases(each)
                     each.segments.joined = None
-                    each.gradients.summed.expect({})
+                    each.gradients.expect({})
                     if not each.backwards:
                         each.runtime.bindings.all_home()
                         each.runtime.marks.resume()
@@ -97,7 +97,7 @@ class JoinedModels:
         arrive. `hiding`: how many graphs have more of them within checkpoints."""
         for each in self._models:
             counts = map(arrivals.__getitem__, map(id, map(_PARAMETER, each.runtime.parameters)))
-            each.gradients.summed.expect(dict(zip(each.runtime.parameters, counts, strict=True)), hiding)
+            each.gradients.expect(dict(zip(each.runtime.parameters, counts, strict=True)), hiding)
             early = [listener for listener in each.gradients.listeners if listener.begins_early]
             for managed in each.runtime.parameters if early else ():
                 for listener in early if id(managed.parameter) in arrivals else ():

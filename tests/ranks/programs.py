@@ -66,7 +66,7 @@ class Writes:
 @dataclass(frozen=True)
 class Program:
     """A way to train, in `steps` of `micro` backwards each, or of fewer on some ranks in each step (`uneven`), which
-    evaluate meanwhile."""
+    evaluate meanwhile. `in_turns`: the backwards of a step are of micro-batches in turns."""
 
     words: int = 1030
     recomputes: bool = False
@@ -76,6 +76,7 @@ class Program:
     steps: int = 3
     micro: int = 1
     uneven: bool = False
+    in_turns: bool = False
     mixed: torch.dtype | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = _ADAMW
     ours: Callable[..., torch.optim.Optimizer] = hetmem.AdamW
@@ -140,7 +141,11 @@ class Program:
             optimizer.zero_grad(set_to_none=self.writes is None)
             rank, losses = runs[0], []
             self.write("a forward follows", step, model, optimizer)
-            for micro in range(self.backwards(step, rank)):
+            if self.in_turns:
+                batches = [self.batch(step, rank, micro) for micro in range(self.backwards(step, rank))]
+                losses = [loss.item() for loss in hetmem.accumulate(model, batches, loss_of)]
+                self.write("a backward has ended", step, model, optimizer)
+            for micro in range(0 if self.in_turns else self.backwards(step, rank)):
                 loss = loss_of(model, self.batch(step, rank, micro))
                 (optimizer.scale(loss) if scale else loss).backward()
                 losses.append(loss.item())
@@ -185,20 +190,24 @@ class Program:
             given = {p: p.grad for p in model.parameters() if p.grad is not None}
             losses: list[list[float]] = [[] for _ in range(ranks)]
             sums: dict[Tensor, Tensor] = given
-            for micro in range(self.micro):
+            for backward in [range(self.micro)] if self.in_turns else [range(at, at + 1) for at in range(self.micro)]:
                 others: list[dict[Tensor, Tensor]] = [{} for _ in range(machines)]
-                for rank in (rank for rank in range(ranks) if micro < self.backwards(step, rank)):
-                    for p, used in pairs:
-                        used.data.copy_(p.data)
-                        used.grad = None
-                    loss = loss_of(computes, self.batch(step, rank, micro))
-                    loss.backward()
-                    losses[rank].append(loss.item())
-                    for p, used in pairs:
-                        if used.grad is not None:
-                            part = used.grad.float() / ranks
-                            of_machine = sums if rank * machines < ranks else others[rank * machines // ranks]
-                            of_machine[p] = of_machine[p] + part if p in of_machine else part
+                for rank in range(ranks):
+                    of_rank: dict[Tensor, Tensor] = {}
+                    for micro in (micro for micro in backward if micro < self.backwards(step, rank)):
+                        for p, used in pairs:
+                            used.data.copy_(p.data)
+                            used.grad = None
+                        loss = loss_of(computes, self.batch(step, rank, micro))
+                        loss.backward()
+                        losses[rank].append(loss.item())
+                        for p, used in pairs:
+                            if used.grad is not None:
+                                part = used.grad.float()
+                                of_rank[p] = of_rank[p] + part if p in of_rank else part
+                    of_machine = sums if rank * machines < ranks else others[rank * machines // ranks]
+                    for p, part in of_rank.items():
+                        of_machine[p] = of_machine[p] + part / ranks if p in of_machine else part / ranks
                 for p, part in ((p, part) for each in others for p, part in each.items()):
                     sums[p] = sums[p] + part if p in sums else part
                 for p, _ in pairs:
@@ -305,6 +314,10 @@ PROGRAMS = {
     "checkpointed, chunks of several tiles": Program(
         words=9000, chunk_bytes="4MiB", device_chunks="12MiB", recomputes=True, steps=2, max_grad_norm=0.5
     ),
+    "in turns": Program(in_turns=True, micro=3, device_chunks="384KiB", chunk_bytes="64KiB", steps=2, uneven=True),
+    "in turns, bfloat16": Program(in_turns=True, micro=2, steps=4, mixed=torch.bfloat16, overlap="backward"),
+    "in turns, trailing": Program(in_turns=True, micro=3, recomputes=True, overlap="forward", max_grad_norm=0.5),
+    "in turns, writes": Program(in_turns=True, micro=2, writes=writes_everywhere),
     "SGD": Program(
         ours=partial(hetmem.optim.offload, torch.optim.SGD),
         optimizer=torch.optim.SGD,

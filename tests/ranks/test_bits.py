@@ -22,7 +22,7 @@ UNEVEN, TILES = "other numbers of backwards", "checkpointed, chunks of several t
 @pytest.mark.parametrize(
     ("count", "names"),
     [
-        (2, ["codes, 8 bits, activations leave", "SGD", "writes", "overlap, bfloat16", "trailing"]),
+        (2, ["codes, 8 bits, activations leave", "SGD", "writes", "overlap, bfloat16", "trailing", "in turns"]),
         (3, [UNEVEN, "writes beside 16-bit copies", "overlap"]),
         pytest.param(3, [TILES, "bfloat16"], marks=pytest.mark.nightly),
         pytest.param(2, [*PROGRAMS], marks=pytest.mark.nightly),

@@ -140,6 +140,8 @@ class Case:
     """"clip", "dynamic" (hetmem's loss scale) or "GradScaler" (torch's)."""
     overlap: Literal["off", "backward", "forward"] = "off"
     activations: str = "keep"
+    in_turns: bool = False
+    """Whether micro-batches take turns at the layers."""
 
     def made(self) -> nn.Module:
         torch.manual_seed(7)
@@ -168,8 +170,11 @@ def _trained(rank: int, case: Case) -> dict[str, Tensor]:
     optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, overlap=case.overlap, **options.get(case.scales, {}))
     scaler = torch.amp.GradScaler("cpu", enabled=case.scales == "GradScaler", init_scale=1024.0, growth_interval=2)
     for step in range(STEPS):
-        for micro in range(case.micro):
-            scaler.scale(optimizer.scale(model(*case.inputs(step, micro, rank)))).backward()
+        batches = [case.inputs(step, micro, rank) for micro in range(case.micro)]
+        if case.in_turns:
+            hetmem.accumulate(model, batches, lambda model, batch: scaler.scale(optimizer.scale(model(*batch))))
+        for batch in () if case.in_turns else batches:
+            scaler.scale(optimizer.scale(model(*batch))).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -190,14 +195,18 @@ def expected(case: Case, count: int) -> dict[str, Tensor]:
     for step in range(STEPS):
         for p, used in pairs:
             used.data.copy_(p.data)
-        for micro in range(case.micro):
+        for backward in [range(case.micro)] if case.in_turns else [(micro,) for micro in range(case.micro)]:
             for rank in range(count):
-                computes.zero_grad()
-                computes(*case.inputs(step, micro, rank)).backward()
-                for p, used in pairs:
-                    if used.grad is not None:
-                        part = used.grad.float() / count
-                        p.grad = part if p.grad is None else p.grad + part
+                of_rank: dict[Tensor, Tensor] = {}
+                for micro in backward:
+                    computes.zero_grad()
+                    computes(*case.inputs(step, micro, rank)).backward()
+                    for p, used in pairs:
+                        if used.grad is not None:
+                            part = used.grad.float()
+                            of_rank[p] = of_rank[p] + part if p in of_rank else part
+                for p, whole in of_rank.items():
+                    p.grad = whole / count if p.grad is None else p.grad + whole / count
         shown = [p.grad for p in model.parameters() if p.grad is not None]
         if case.scales == "clip":
             scale = min(1.0, 0.05 / (norm([gradient.flatten() for gradient in shown]) + 1e-6))
@@ -215,6 +224,13 @@ USES = [
     replace(TIED, activations="auto", mixed=torch.bfloat16),
     *(replace(TIED, scales=scales, micro=micro) for scales in ("dynamic", "GradScaler") for micro in (1, 2)),
 ]
+IN_TURNS = [
+    Case(model, mixed, 3, scales, overlap, in_turns=True)
+    for model in ("tied and frozen", "experts", "checkpoints", "LoRA")
+    for mixed in (None, torch.bfloat16)
+    for scales in ("", "clip", "dynamic")
+    for overlap in ("off", "backward", "forward")
+]
 KINDS = [
     Case(model, mixed, micro, scales, overlap)
     for model in [*MODELS][:5]
@@ -225,9 +241,9 @@ KINDS = [
 ]
 
 
-def pairwise(count: int) -> list[Case]:
-    """Those of `KINDS` in which every two values meet, with others for each number of ranks."""
-    fields = [*map(astuple, KINDS)]
+def pairwise(count: int, kinds: list[Case] = KINDS) -> list[Case]:
+    """Those of `kinds` in which every two values meet, with others for each number of ranks."""
+    fields = [*map(astuple, kinds)]
     turned = fields[count * 7 :] + fields[: count * 7]
     return [Case(*turned[at]) for at in every_two_meet(turned)]
 
@@ -249,6 +265,12 @@ def compare(count: int, cases: list[Case]) -> None:
 @pytest.mark.nightly
 def test_what_programs_use_beside_has_the_bits_of_plain_torch() -> None:
     compare(2, USES)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_add_up_micro_batches_in_turns_before_they_add_up_ranks(count: int) -> None:
+    compare(count, pairwise(count, IN_TURNS))
 
 
 @pytest.mark.nightly
