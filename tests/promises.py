@@ -66,6 +66,12 @@ PROMISES: dict[str, Mutation | str] = {
         "[parameter] >= self.backward for rank in self._all[:0])",
         "tests/ranks/test_turns.py::test_every_order_of_events_ends_with_sums_in_the_order_of_ranks[3]",
     ),
+    "`hetmem.accumulate` on several ranks": Mutation(
+        "engine/ranked_gradients.py",
+        "count in arrivals.items() if count > 1}",
+        "count in arrivals.items() if count > 99}",
+        "tests/ranks/test_bits.py::test_weights_gradients_and_states_are_those_of_plain_torch[2-names0]",
+    ),
     "States of a group on NVMe": Mutation(
         "ranks/drive.py",
         "if self._owns(chunk, tile):",
