@@ -5,6 +5,10 @@ Owns the views of device slots and the maps from storages to parameters. It move
 Note "use counts": a view of a weight, a tensor saved by autograd or a checkpoint, and `ctx.weight` of a custom function
 refer to the storage of a slot. Every device view has a storage of its own, so a copy is in use while the reference
 count of its storage is above what it was when the view was made.
+
+Note "views of weights": after a write to a weight autograd gives a view of it a new `grad_fn` as the view is used, with
+the sizes and strides that the weight has by then. A stand-in, whose strides are 0, would share each gradient among all
+elements. So a working weight shows its copy between uses too while a tensor of the program holds that.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from hetmem.memory.chunk import NO_MEMORY, NO_VIEW, Chunk, ManagedParameter, Slo
 from hetmem.memory.device import DevicePool
 
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
-_DEVICE, _STAND_IN = attrgetter("device"), attrgetter("stand_in")
+_DEVICE, _REST = attrgetter("device"), attrgetter("rest")
 _WORKING, _VIEW = attrgetter("working"), attrgetter("slot_view")
 _STORAGE, _REFERENCES = attrgetter("storage"), attrgetter("references")
 _TENSOR, _ADDRESS, _ADDRESS_NOW = attrgetter("tensor"), attrgetter("address"), torch.Tensor.data_ptr
@@ -207,13 +211,31 @@ class Bindings:
         return [each for each in compress(among, map(gt, now, map(_EXPECTED, among))) if each.numel]
 
     def unbind(self, used: Iterable[ManagedParameter]) -> bool:
-        """End `bind`: working weights of `used` have no memory. Returns whether a tensor holds the copy of any."""
+        """End `bind`: working weights of `used` have no memory of their own. Returns whether a tensor holds the copy of
+        any."""
         for managed in used:
             weight = managed.working
             weight.__class__ = managed.kind
-            weight.data = managed.stand_in
+            weight.data = managed.rest
             weight.__class__ = managed.watched_kind
         return are_held(used)
+
+    @staticmethod
+    def rest_on(managed: ManagedParameter, copy: torch.Tensor | None) -> None:
+        """Have the working weight of `managed` show `copy` while no use binds it; None: its stand-in."""
+        managed.rest = managed.stand_in if copy is None else copy
+        weight: Any = managed.working
+        if type(weight) is managed.watched_kind:
+            weight.__class__ = managed.kind
+            set_data(weight, managed.rest)
+            weight.__class__ = managed.watched_kind
+
+    @staticmethod
+    def are_held_by_others(managed: ManagedParameter) -> bool:
+        """Return whether a tensor besides a working weight that rests on it has the memory of the copy of `managed`."""
+        view, weight = managed.slot_view, managed.working
+        rests = type(weight) is managed.watched_kind and managed.rest is not managed.stand_in
+        return bool(references(view.storage) > view.references + rests)
 
     @staticmethod
     def is_elsewhere(managed: ManagedParameter) -> bool:
@@ -350,7 +372,7 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
     has the shape: a stand-in becomes its home."""
     dtype = managed.chunk.compute_dtype
     if managed.stand_in is None:
-        managed.stand_in = stand_in(home, dtype, device)
+        managed.stand_in = managed.rest = stand_in(home, dtype, device)
     if managed.code is not None:
         home = stand_in(home, dtype, torch.device("cpu"))
     managed.home, managed.home_stride = home, home.stride()
@@ -404,7 +426,7 @@ def working_weight(managed: ManagedParameter, data: torch.Tensor | None) -> torc
     leased and may be on its way."""
     weight: Any = managed.counter.detach()  # which has the version counter of the parameter
     weight.__class__ = managed.kind
-    weight.data = managed.stand_in if data is None else data
+    weight.data = managed.rest if data is None else data
     weight.requires_grad_(managed.parameter.requires_grad)
     vars(weight).update(vars(managed.parameter))
     vars(weight)["hetmem_managed"] = weakref.ref(managed)  # a weak reference to a parameter prevents its exchange
@@ -434,7 +456,7 @@ def show_copies(used: Sequence[ManagedParameter]) -> None:
 def leave_working(used: Sequence[ManagedParameter], weights: Sequence[torch.Tensor]) -> None:
     """Have `weights`, working weights of `used` that nothing computes with any more, take no memory; a function that
     gets one uses its parameter instead (see `intercept.faults`). Call it without `__torch_function__`."""
-    run_through(map(set_data, weights, map(_STAND_IN, used)))
+    run_through(map(set_data, weights, map(_REST, used)))
     run_through(map(setattr, weights, repeat("__class__"), map(_WATCHED_KIND, used)))
 
 

@@ -204,6 +204,7 @@ class Uses:
                     self._untracked.add(id(managed))
                 if managed not in self._held:
                     self._held[managed] = None
+                    self._bindings.rest_on(managed, managed.device)
                     over = Together(each for each in over if each is not managed)
                     continue
             managed.data_taken = False
@@ -377,9 +378,10 @@ class Uses:
                 self._writes.by_view(managed)
             if managed.counter._version != managed.version:
                 self._notice_write(managed)
-            view = managed.slot_view
-            if references(view.storage) <= view.references:
+            if not self._bindings.are_held_by_others(managed):
                 del self._held[managed]
+                if managed.rest is not managed.stand_in:
+                    self._bindings.rest_on(managed, None)
                 if self._untracked:
                     self._untracked.discard(id(managed))
                 self._traffic.release(managed.chunk.operand_block, DEVICE)

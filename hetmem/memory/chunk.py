@@ -300,7 +300,8 @@ class ManagedParameter(Referable):
 
     `home` is `.data`, with the strides `home_stride`: of a quantised parameter, whose place in the home of the chunk is
     `code`, a stand-in with strides of 0. `working` is its working weight, which modules have during compute: a
-    parameter of its own, with the memory of a copy while that is used, and of `stand_in`, which reads as NaN, else.
+    parameter of its own, with the memory of a copy while that is used, and of `rest` else: `stand_in`, which reads as
+    NaN, or the copy, while a tensor of the program holds that (see `engine.param_views`, note "views of weights").
     `home_address` is the home's address when it was made: a storage may be given other memory (by `share_memory_()`).
     `device` is a view of the slot while the chunk has a device copy, that of `slot_view`; else that is `NO_VIEW`.
     `grad_home` is the home of the gradient, and `grad_view` stands in `p.grad` for one that its chunk `hides`;
@@ -324,6 +325,7 @@ class ManagedParameter(Referable):
     home: torch.Tensor
     code: CodedPart | None = None
     stand_in: torch.Tensor | None = None
+    rest: torch.Tensor | None = None
     home_stride: tuple[int, ...] = ()
     home_storage: int = 0
     home_references: int = 0
