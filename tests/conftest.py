@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 
+from tests import pairs
 from tests.cuda.verified import is_verified
 from tests.forked import Forks
 from tests.pairs import THINNED, few_of
@@ -23,13 +24,7 @@ from tests.pairs import THINNED, few_of
 try:
     from hypothesis import settings
 except ImportError:  # the tests on a GPU need none
-    pass
-else:
-    # Timing is never a verdict here (deadline), and a red run must be red again (derandomize).
-    # To look for new counterexamples: make test ARGS="--hypothesis-profile=explore".
-    settings.register_profile("repeatable", deadline=None, derandomize=True)
-    settings.register_profile("explore", deadline=None, max_examples=2000)
-    settings.load_profile("repeatable")
+    settings = None  # type: ignore[assignment, misc]
 
 
 _FRESH_PROGRAMS = 200
@@ -95,7 +90,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--offload`:
     run them with activations that move, however small. `--unwatched`: run them without `sanitize`, as users do.
     `--programs`: the seeds of the random programs. `--third`: of each test of three cases or more every third one, from
-    the first, the second or the third on; "commit": as the commit decides, so that the next ones run the others.
+    the first, the second or the third on, and of two cases one; "commit": as the commit decides, so that the next ones
+    run the others.
     `--all-cases`: the whole product of parameters, also of tests marked `pairs`, all that is marked otherwise, and
     every place where others are struck at some."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
@@ -109,6 +105,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Choose fresh programs and a third of the cases, once for all processes: they get the environment of the first."""
+    pairs.ALL_CASES = config.option.all_cases
+    if settings is not None:
+        # Timing is never a verdict here (deadline), and a red run must be red again (derandomize).
+        # To look for new counterexamples: make test ARGS="--hypothesis-profile=explore".
+        settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=pairs.examples(100))
+        settings.register_profile("explore", deadline=None, max_examples=2000)
+        settings.load_profile("repeatable")
     if config.option.third == "commit":
         config.option.third = os.environ.setdefault("TESTED_THIRD", _third_of_the_commit())
     if config.option.programs == "fresh":
@@ -194,12 +197,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _other_thirds(items: Sequence[pytest.Item], third: int) -> set[pytest.Item]:
-    """All but every third case of each test that has three or more among `items`."""
+    """All but every third case of each test that has three or more among `items`, and one of each that has two."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    many = [cases for cases in tests.values() if len(cases) >= 3]
-    return {case for cases in many for index, case in enumerate(cases) if index % 3 != third}
+    every = {name: min(len(cases), 3) for name, cases in tests.items()}
+    return {case for name, cases in tests.items() for at, case in enumerate(cases) if (at - third) % every[name]}
 
 
 def _named(config: pytest.Config) -> set[tuple[Path, str]]:

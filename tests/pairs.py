@@ -65,6 +65,15 @@ def in_turn(name: str, cases: Sequence[Values]) -> list[int]:
     return [crc32(name.encode()) % len(cases)] if cases else []
 
 
+ALL_CASES = False
+"""Whether this run takes `--all-cases`; set before tests are imported."""
+
+
+def examples(most: int) -> int:
+    """How many examples Hypothesis tries: `most` with `--all-cases`, otherwise a third, which is the same in every run."""
+    return most if ALL_CASES else most // 3
+
+
 THINNED = ("pairs", "each", "in_turn")
 """Marks of tests that leave out cases, the strongest first."""
 

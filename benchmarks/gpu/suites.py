@@ -22,6 +22,8 @@ RUNS = (
 )
 """File, which of its tests, and the seconds that these may take; those that say most first."""
 _SOME = "explained or homes_that_move or stay_on_the_gpu_for"
+LEAST_SECONDS = 10.0
+"""With less no file begins: importing torch takes most of it."""
 SANITIZER = "compute-sanitizer"
 _TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 _OPTIONS = "-m gpu -W default -p no:cacheprovider -v --tb=short -rfE -o faulthandler_timeout=25".split()
@@ -49,7 +51,7 @@ def suites(notes: Notes) -> None:
 def run(notes: Notes, name: str, command: list[str], seconds: float) -> None:
     """Note how many tests passed and failed; all that pytest said of failures is kept."""
     limit = min(seconds, notes.left() - processes.end_seconds() - 1)
-    if limit < 10:
+    if limit < LEAST_SECONDS:
         notes.line(name=name, skipped=f"{notes.left():.0f} s were left")
         return
     log = notes.folder / f"tests-{re.sub(r'[^a-z]+', '-', name)}.log"

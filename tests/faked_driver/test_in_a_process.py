@@ -27,9 +27,12 @@ WITH_ALL_CASES = (
 )
 
 
-def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own(all_cases: bool) -> None:
+def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own(
+    all_cases: bool, request: pytest.FixtureRequest
+) -> None:
+    third = request.config.getoption("--third")
     options = ["-p", "tests.faked_driver.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-W", "default"]
-    options += ["--all-cases"] * all_cases
+    options += ["--all-cases"] if all_cases else ["--third", third] if third else []
     also = (*ALSO, *WITH_ALL_CASES) if all_cases else ALSO
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *ITS_OWN, *also],

@@ -96,8 +96,10 @@ def test_an_unclosed_store_does_not_hold_up_the_end_of_the_interpreter(forks: Fo
 def test_the_interpreter_ends_although_a_disk_does_not_answer(forks: Forks, tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
+        "from hetmem.memory import nvme_io\n"
         "from hetmem.memory.host_memory import Mapping\n"
         "from hetmem.memory.nvme_store import NvmeStore\n"
+        "nvme_io._EXIT_SECONDS = 0.5\n"
         "class Hangs:\n"
         "    def preadv(self, *_):\n"
         "        threading.Event().wait()\n"
@@ -119,8 +121,10 @@ def test_what_is_queued_at_the_end_of_the_interpreter_writes_to_no_other_file(fo
         "    wrote.wait(30)\n"
         "    print(*(os.fstat(result).st_size for result in results))\n"
         "atexit.register(save)\n"
+        "from hetmem.memory import nvme_io\n"
         "from hetmem.memory.host_memory import Mapping\n"
         "from hetmem.memory.nvme_store import NvmeStore\n"
+        "nvme_io._EXIT_SECONDS = 0.5\n"
         "class Late:\n"
         "    preadv = staticmethod(os.preadv)\n"
         "    def pwritev(self, *request):\n"

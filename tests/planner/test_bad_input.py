@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hetmem
 from hetmem.cli import main
 from tests.planner.tested import planner
-from tests.test_planning import BATCH, GPT
+from tests.test_planning import BATCH, GPT, plan_alone
 
 
 class Looks(nn.Module):
@@ -102,9 +102,9 @@ def test_more_tokens_than_a_tensor_may_have_are_refused(tmp_path: Path) -> None:
 def test_a_batch_is_any_mapping_as_tokenizers_return_one(kind: Any) -> None:
     tokens = torch.zeros(4, 32, dtype=torch.int64)
     build, budget = lambda: GPT(1), hetmem.Budget(device="8MiB", host="16MiB")
-    plan = planner.plan(build, kind({"x": tokens}), budget)
+    plan = plan_alone(build, kind({"x": tokens}), budget)
     assert (plan.rows, plan.tokens) == (4, 128)
-    assert plan == planner.plan(build, {"x": tokens}, budget)
+    assert plan == plan_alone(build, {"x": tokens}, budget)
 
 
 def test_a_class_that_is_decorated_is_planned_as_it_was_written() -> None:
@@ -115,9 +115,9 @@ def test_a_class_that_is_decorated_is_planned_as_it_was_written() -> None:
     class Decorated(GPT):
         pass
 
-    plan = planner.plan(lambda: Decorated(1), BATCH, budget)
-    assert plan.step_seconds == planner.plan(lambda: GPT(1), BATCH, budget).step_seconds
-    assert planner.plan(lambda: Decorated(1), BATCH, budget, real=True).fits
+    plan = plan_alone(lambda: Decorated(1), BATCH, budget)
+    assert plan.step_seconds == plan_alone(lambda: GPT(1), BATCH, budget).step_seconds
+    assert plan_alone(lambda: Decorated(1), BATCH, budget, real=True).fits
     hetmem.release(Decorated(1))  # raises for what is not managed
 
 

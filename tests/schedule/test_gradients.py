@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pairs import examples
 from tests.schedule.tested import GradientSends, Lending, Send, wait_until
 
 MADE = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=30)
@@ -119,7 +120,7 @@ def test_who_waits_ends_where_memory_that_is_let_go_does_not_help(useful: bool) 
     assert wait_until(updates, lambda: useful and updates.free > 0) is useful
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(MADE, st.lists(st.just(1), max_size=3), st.integers(0, 20), st.integers(0, 1 << 30), st.integers(0, 1 << 30))
 def test_in_whatever_order_transfers_end_the_same_gradients_are_sent_to_the_same_places(
     made: list[tuple[int, int]], places: list[int], most_bytes: int, one: int, other: int

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pairs import examples
 from tests.schedule.shapes import MODELS, PARAMETERS, parameter_specs
 from tests.schedule.tested import (
     ALIGNMENT_ELEMENTS,
@@ -189,7 +190,7 @@ def assert_none_is_better(
     assert [size for size in candidates if cost(parameters, size, target) < least] == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(specs, st.integers(1, 10), st.integers(0, 40), st.integers(1, 60))
 def test_the_search_finds_the_best_of_all_sizes(
     parameters: list[ParameterSpec], low_pages: int, more_pages: int, target_pages: int
@@ -210,7 +211,7 @@ def test_a_larger_chunk_never_takes_more_chunk_sizes(parameters: list[ParameterS
     assert units == sorted(units, reverse=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(specs)
 def test_no_power_of_two_wastes_less_than_the_search_aimed_at_it(parameters: list[ParameterSpec]) -> None:
     for exponent in range(12, 22):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.pairs import examples
 from tests.schedule.stories import DEVICE, HOST
 from tests.schedule.tested import Block, Command, CopyState, Drop, Fetch, Residency, Schedule, Write
 
@@ -106,7 +107,7 @@ class Together(Program):
         return [] if commands is None else [*blocks]
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     expected=uses,
     others=uses,
@@ -137,7 +138,7 @@ def test_in_whatever_order_transfers_end_the_same_copies_are_fetched_and_evicted
     assert issued[0] == issued[1]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     expected=uses.filter(lambda found: len(found) > 4),
     others=uses,
@@ -178,7 +179,7 @@ def test_what_is_remembered_of_what_could_not_be_fetched_changes_no_decision(
     assert issued[0] == issued[1]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     expected=uses,
     others=uses,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.optimum import fewest_bytes, fewest_fetches
 from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import CopyFacts, EvictionPolicy
+from tests.pairs import examples
 from tests.schedule.tested import FIFO, LRU, NEVER, Block, Drop, Fetch, NextUse, Residency, Schedule, Tier
 
 single_uses = st.lists(st.integers(0, 4).map(lambda block: (block,)), max_size=12)
@@ -131,7 +132,7 @@ def test_fewest_bytes_is_exact_for_blocks_of_one_size_under_capacities_that_chan
     assert fewest_bytes(uses, dict.fromkeys(range(5), 7), [7 * c for c in capacities]) == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(uses_at_once, st.lists(st.integers(1, 3), min_size=5, max_size=5), st.integers(6, 9))
 def test_fewest_bytes_is_a_lower_bound_for_blocks_of_different_sizes(
     uses: Uses, sizes: list[int], capacity: int

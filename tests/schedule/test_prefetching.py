@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.read_ahead import simulate
 from benchmarks.replay import Trace, gpt, optimum, replay
+from tests.pairs import examples
 from tests.schedule.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, use, visit
 from tests.schedule.tested import Block, CopyState, Drop, NextUse, Schedule, UseSequence, Write
 
@@ -207,7 +208,7 @@ def test_rounds_without_a_way_back_are_fetched_beside_compute_for_a_fetch_more(s
     assert waits <= 6, "the block that is in use is what MIN would give up: waiting for it means waiting at every block"
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2, unique=True).map(tuple), min_size=1, max_size=40),
     st.integers(2, 6),

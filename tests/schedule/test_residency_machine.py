@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hetmem.errors import CapacityError, StateError
 from hetmem.schedule.blocks import EvictionPolicy
+from tests.pairs import examples
 from tests.schedule.invariants import check_invariants
 from tests.schedule.scanning import compare
 from tests.schedule.tested import (
@@ -414,5 +415,5 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert again.counts == self.residency.counts
 
 
-ResidencyMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+ResidencyMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40)
 TestResidency = ResidencyMachine.TestCase
