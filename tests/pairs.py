@@ -70,7 +70,7 @@ ALL_CASES = False
 
 
 def examples(most: int) -> int:
-    """How many examples Hypothesis tries: `most` with `--all-cases`, otherwise a third, which is the same in every run."""
+    """How many examples Hypothesis tries: `most` with `--all-cases`, otherwise a third of them, the first."""
     return most if ALL_CASES else most // 3
 
 

@@ -27,6 +27,7 @@ from hetmem.checkpoint.layout import Stored
 from hetmem.errors import CheckpointError
 from tests.checkpoint.models import Awkward, start
 from tests.engine.harness import PLACEMENTS, assert_same, same_bits
+from tests.pairs import examples
 
 # ---- what others read ------------------------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ def same(left: Any, right: Any) -> bool:
     return repr(left) == repr(right) if isinstance(left, (float, complex)) else bool(left == right)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(VALUES)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
     text = json.dumps(Encoder().encode(value, "extra"))

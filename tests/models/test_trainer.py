@@ -58,8 +58,8 @@ def trained(
     kind: type[transformers.Trainer] = transformers.Trainer,
     **options: Any,
 ) -> transformers.Trainer:
-    """Three steps with clipping, a schedule and a checkpoint after the second. The trainer seeds as it is made. `ours`:
-    keywords of `for_trainer`, which makes the optimizer."""
+    """Three steps with clipping and a schedule. The trainer seeds as it is made. `ours`: keywords of `for_trainer`, which
+    makes the optimizer."""
     managed = testing.is_managed(next(model.parameters()))
     made = partial(hetmem.AdamW, overlap=overlap or "off") if managed else partial(torch.optim.AdamW, fused=True)
     decay = options.get("weight_decay", 0.1)
@@ -72,7 +72,13 @@ def trained(
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **{"max_steps": 3, "save_steps": 2, "max_grad_norm": 0.5, "per_device_train_batch_size": BATCH, **options},
+        **{
+            "max_steps": 3,
+            "max_grad_norm": 0.5,
+            "per_device_train_batch_size": BATCH,
+            "save_strategy": "no",
+            **options,
+        },
     )
     chosen = {"optimizers": (optimizer, None)} if ours is None else for_trainer(arguments, **ours)
     trainer = kind(model, arguments, train_dataset=Sentences(), **chosen)
@@ -126,8 +132,9 @@ def test_a_trainer_goes_on_from_a_checkpoint_with_the_same_bits(of: str, tmp_pat
     """Of its own, or of the same one over plain torch."""
     plain = MODELS["gpt2"]()[0]
     managed, resumed = managed_copy(plain, tmp_path), managed_copy(plain, tmp_path)
-    whole = trained(plain, tmp_path / "plain")
-    trained(managed, tmp_path / "managed")
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    whole = trained(plain, tmp_path / "plain", **saves)
+    trained(managed, tmp_path / "managed", **saves)
     again = trained(resumed, tmp_path / "again", resume=tmp_path / of / "checkpoint-2")
     assert losses(again) == losses(whole)
     assert_same_weights(plain, resumed)
@@ -226,7 +233,7 @@ def test_a_trainer_finds_a_batch_size_by_itself(tmp_path: Path) -> None:
     """Its search, accelerate's, looks for words in the text of an error with one argument."""
     model, budget = MODELS["gpt2"]()[0], hetmem.Budget(device="1536KiB", device_chunks="512KiB", host="16MiB")
     hetmem.manage(model, budget, device="sim", chunk_bytes=CHUNK_BYTES)
-    sizes = {"auto_find_batch_size": True, "per_device_train_batch_size": 3 * BATCH, "save_strategy": "no"}
+    sizes = {"auto_find_batch_size": True, "per_device_train_batch_size": 3 * BATCH}
     trainer = trained(model, tmp_path, ours={}, weight_decay=0.0, **sizes)
     assert 0 < trainer._train_batch_size < 3 * BATCH
     assert len(losses(trainer)) == 3
@@ -236,7 +243,13 @@ def test_each_checkpoint_has_a_file_of_hetmem_that_was_written_behind_training(t
     """Training from it has the bits of training without a break; the trainer keeps one checkpoint."""
     managed = managed_copy(MODELS["gpt2"]()[0], tmp_path)
     ours: dict[str, Any] = {"checkpoints": True, "weight_decay": 0.1}
-    options: dict[str, Any] = {"save_steps": 1, "save_total_limit": 1, "save_only_model": True, "max_grad_norm": 0.0}
+    options: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "save_only_model": True,
+        "max_grad_norm": 0.0,
+    }
     trainer = trained(managed, tmp_path / "out", ours=ours, **options)
     assert [each.name for each in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
     (tmp_path / "other").mkdir()
