@@ -194,7 +194,8 @@ def larger_by(workload: Workload, times: float) -> Workload:
     forward saves for the backward grows with them."""
     sizes = Counter(spec.numel for spec in workload.parameters)
     layers = [at for at, spec in enumerate(workload.parameters) if sizes[spec.numel] > _REPEATED]
-    layers = layers or [*range(len(workload.parameters))]
+    if sum(workload.parameters[at].numel for at in layers) < _LAYERS_SHARE * workload.numel:
+        layers = [*range(len(workload.parameters))]
     missing, more = (times - 1) * workload.numel, list[int]()
     for at in cycle(layers):
         if missing <= 0:
@@ -214,6 +215,8 @@ def larger_by(workload: Workload, times: float) -> Workload:
 
 _REPEATED = 2
 """Parameters of a size that occurs more often are those of repeated layers."""
+_LAYERS_SHARE = 0.1
+"""Of all elements; with less they are biases and norms, of which it would take thousands to make a model larger."""
 
 
 def smaller(workload: Workload, parts: int) -> Workload:

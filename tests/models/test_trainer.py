@@ -58,8 +58,8 @@ def trained(
     kind: type[transformers.Trainer] = transformers.Trainer,
     **options: Any,
 ) -> transformers.Trainer:
-    """Three steps with clipping and a schedule. The trainer seeds as it is made. `ours`: keywords of `for_trainer`, which
-    makes the optimizer."""
+    """Three steps with clipping and a schedule. The trainer seeds as it is made. `ours`: keywords of `for_trainer`,
+    which makes the optimizer."""
     managed = testing.is_managed(next(model.parameters()))
     made = partial(hetmem.AdamW, overlap=overlap or "off") if managed else partial(torch.optim.AdamW, fused=True)
     decay = options.get("weight_decay", 0.1)

@@ -29,7 +29,7 @@ def saving() -> GPT:
 
 
 def deep() -> GPT:
-    return GPT(24, saves=True)
+    return GPT(10, saves=True)
 
 
 def tiers_and_steps(
@@ -133,7 +133,7 @@ def test_backwards_within_checkpoints_are_planned_as_they_run(build: Callable[[]
 def test_weights_of_the_next_block_come_while_all_micro_batches_compute_one() -> None:
     """Those of a pass take three times as long as one micro-batch computes it."""
     machine = planner.load_profile("h100")
-    slow = Rate(machine.host_to_device.bytes_per_second / 112)
+    slow = Rate(machine.host_to_device.bytes_per_second / 120)
     hardware = replace(machine, host_to_device=slow, thread=ThreadCosts())
     budget = hetmem.Budget(device=16 * MIB, device_chunks=4 * 224 * KIB, host=64 * MIB)
     one, turns, loop = (
@@ -192,7 +192,7 @@ def test_the_other_order_and_the_number_from_which_compute_binds_are_told() -> N
     assert bound is not None
     for count, binds in ((bound - 1, False), (bound, True)):
         options["micro_batches"] = count
-        assert (planner.plan(saving, BATCH, accumulate=True, **options).binding == "compute") == binds
+        assert (plan_alone(saving, BATCH, accumulate=True, **options).binding == "compute") == binds
     assert f"compute binds from m = {bound} micro-batches on (now 8)" in str(turns)
 
 
@@ -225,16 +225,12 @@ def test_tokens_are_had_by_as_few_micro_batches_as_fit(
     command = ["plan", "tests.planner.test_accumulated:saving", "--chunk-bytes", "128KiB", "--host-memory", "16MiB"]
     command += ["--input", "4x32", "--tokens", "256", "--accumulate"]
     found = {}
-    for device in ("1536KiB", "2MiB", "4MiB"):
-        assert main([*command, "--device-memory", device, "-o", str(tmp_path / "plan.json")]) == 0
-        found[device] = planner.Plan.load(tmp_path / "plan.json")
-    assert {device: (plan.rows, plan.micro_batches) for device, plan in found.items()} == {
-        "1536KiB": (2, 4),
-        "2MiB": (4, 2),
-        "4MiB": (4, 2),
-    }
-    script = tmp_path / "train.py"
-    assert main([*command, "--device-memory", "2MiB", "--write", str(script)]) == 0
+    saved, script = tmp_path / "plan.json", tmp_path / "train.py"
+    for device in ("1536KiB", "2MiB"):
+        assert main([*command, "--device-memory", device, "-o", str(saved), "--write", str(script)]) == 0
+        plan = planner.Plan.load(saved)
+        found[device] = (plan.rows, plan.micro_batches)
+    assert found == {"1536KiB": (2, 4), "2MiB": (4, 2)}
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})

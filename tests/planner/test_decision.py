@@ -23,6 +23,7 @@ from tests.planner.tested import (
     format_enough,
     format_seconds,
     judge,
+    larger_by,
     parse_size,
 )
 
@@ -248,6 +249,14 @@ def test_the_largest_model_is_no_larger_than_one_that_does_not_fit() -> None:
     decision = decide(replace(made, parameters=specs), Capacities(64 * MIB, 16 * MIB, 512 * MIB, 8 * MIB), HARDWARE)
     assert decision.candidate is None
     assert decision.largest_parameters <= decision.workload.numel
+
+
+def test_a_larger_model_without_repeated_layers_has_more_of_all_and_not_thousands_of_biases() -> None:
+    """A plan of one layer and two biases took two seconds, nearly all for them."""
+    made = workload(4)
+    specs = (made.parameters[0], *(replace(spec, numel=64) for spec in made.parameters[1:]))
+    larger = larger_by(replace(made, parameters=specs), 8)
+    assert 8 * 4 - 4 <= len(larger.parameters) <= 8 * 4
 
 
 def test_the_drive_that_is_advised_is_no_larger_than_one_with_updates_that_overlap_needs() -> None:

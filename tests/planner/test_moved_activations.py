@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,18 +32,16 @@ def by_the_caller() -> HardwareProfile:
     return replace(machine, device=replace(machine.device, allocator_share=0.0), **links)
 
 
-def planned(device: int, activations: str = "auto", **options: int) -> Plan:
+def planned(device: int, activations: str = "auto", planner: Callable[..., Plan] = hetmem.plan) -> Plan:
     """Of `Deep`, on a device that the caller copies to, as the simulated one without link speeds."""
     budget = hetmem.Budget(device=device, host="16MiB", device_chunks=192 * KIB)
-    return hetmem.plan(
-        Deep, (BATCH,), budget, by_the_caller(), chunk_bytes=16 * KIB, activations=activations, **options
-    )
+    return planner(Deep, (BATCH,), budget, by_the_caller(), chunk_bytes=16 * KIB, activations=activations)
 
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize(("size", "activations"), [(512, "auto"), (1024, "auto"), (1024, "offload"), (8192, "auto")])
 def test_bytes_and_peaks_are_those_of_a_run(size: int, activations: str) -> None:
-    plan = planned(size * KIB, activations)
+    plan = planned(size * KIB, activations, plan_alone)
     assert plan.fits
     model = hetmem.manage(Deep(), plan=plan, device="sim")
     optimizer = hetmem.AdamW(model.parameters())
@@ -202,7 +201,7 @@ def test_times_and_peaks_are_those_of_a_run_on_a_clock(size: int, activations: A
     link = replace(link, device=replace(link.device, operator_seconds=0.0, bytes_per_second=1e15))
     seconds = trace(TracedCall(Deep, batch)).compute_seconds(link.device)
     link = replace(link, device=replace(link.device, matrix_flops={"float32": 1e9 * seconds / 18}))
-    plan = hetmem.plan(Deep, batch, budget, link, chunk_bytes=16 * KIB, activations=activations)
+    plan = plan_alone(Deep, batch, budget, link, chunk_bytes=16 * KIB, activations=activations)
 
     model = hetmem.manage(Deep(), budget, device=device, chunk_bytes=16 * KIB, activations=activations)
     optimizer, began, before = hetmem.AdamW(model.parameters()), 0.0, 0

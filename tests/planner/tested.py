@@ -21,7 +21,7 @@ from hetmem.planner.reservation import ROLES, arrange, state_bytes
 from hetmem.planner.simulated_engine import Notes, SimulatedUpdates, Staged, Update
 from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload
+from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload, larger_by
 from hetmem.schedule.blocks import FIFO, LRU, Block, CopyState, NextUse
 from hetmem.schedule.gradients import Complete
 from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
@@ -119,6 +119,7 @@ __all__ = [
     "format_seconds",
     "judge",
     "judged",
+    "larger_by",
     "parse_size",
     "plan_cache",
     "planner",
