@@ -17,7 +17,7 @@ import torch
 from hetmem.base.config import set_launcher
 from hetmem.ranks import join
 
-_IMPORTED = ["hetmem.ranks.join", "hetmem.ranks.prepared", "hetmem.testing"]
+_IMPORTED = ["hetmem.ranks.join", "hetmem.testing"]
 
 START = ["forkserver"]
 """How processes start. With "fork" they have what the caller has changed in functions of hetmem; it may have no other
@@ -41,7 +41,7 @@ def ranks(
     `seconds`; no process is left then.
     """
     context: Any = multiprocessing.get_context(*START)
-    context.set_forkserver_preload([*_IMPORTED, function.__module__])
+    context.set_forkserver_preload([*_IMPORTED, function.__module__, "hetmem.ranks.prepared"])
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
         processes = [
