@@ -77,6 +77,10 @@ POINTS = {
     "read from NVMe": "hetmem.memory.nvme_store:NvmeStore.read",
     "tell other ranks": "hetmem.ranks.waits:Waits.sign",
     "compare with other ranks": "hetmem.engine.ranked_gradients:RankedGradients.compare",
+    "come to a meeting": "hetmem.ranks.group:Ranks._come",
+    "pass a turn": "hetmem.schedule.turns:RankTurns._pass",
+    "offer an update": "hetmem.ranks.updates:SharedUpdates.offer",
+    "count an update": "hetmem.ranks.updates:SharedUpdates._count",
     "exchange with machines": "hetmem.ranks.machines:Machines.gathered",
 }
 """The functions that `around` and `failing` can wrap, by the names that tests use."""

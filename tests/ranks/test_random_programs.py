@@ -1,7 +1,8 @@
 """Random programs on several ranks, against plain torch that runs the batches of all ranks one after the other.
 
 Ranks use other experts, run other numbers of forwards and backwards, evaluate, read and save alone, and write alike;
-each sleeps at random where it tells the others something. A failure names its seed: `--programs SEED:SEED+1`.
+each sleeps at random where it tells the others something, and of some programs a rank is stopped for a while. A failure
+names its seed: `--programs SEED:SEED+1`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ import hetmem
 from hetmem import testing
 from hetmem.testing import norm, ranks
 from tests.ranks.programs import difference, values
+from tests.ranks.test_failures import stops
 
 WORDS, WIDTH, EXPERTS = 50, 32, 4
 
@@ -87,6 +90,8 @@ class Plan:
     overlap: Literal["off", "backward", "forward"]
     """With overlap nobody sees gradients, and each step has as many backwards as the first: over the same experts, but
     where these are one for a rank."""
+    stops_at: int | None = None
+    """At which of the calls that `delays` sees the last rank is stopped."""
     steps: list[Step] = field(default_factory=list)
 
     @staticmethod
@@ -101,6 +106,7 @@ class Plan:
             draw.choice((64, 160)) << 10,
             draw.choice((0.0, 0.02, 0.2)),
             draw.choice(("off", "off", "backward", "forward")),
+            random.Random(-seed).randint(1, 600) if seed % 3 == 1 else None,
         )
         off = plan.overlap == "off"
         forwards = (1, 1, 2) if plan.mixed is None else (1,)  # 16-bit gradients of several are not one sum
@@ -181,11 +187,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def delays(seed: int, share: float) -> Iterator[None]:
-    """Sleep for up to 3 ms at so large a share of what is told to other ranks, of transfers and of tasks."""
-    draw = random.Random(seed)
+def delays(seed: int, share: float, stops_at: int | None) -> Iterator[None]:
+    """Sleep for up to 3 ms at so large a share of what is told to other ranks, of transfers and of tasks; at the call
+    `stops_at` the whole process is stopped for longer than ranks wait until a circle of waits is an error."""
+    draw, calls = random.Random(seed), count(1)
 
     def instead(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if next(calls) == stops_at:
+            stops()
         if draw.random() < share:
             time.sleep(draw.uniform(0.0, 0.003))
         return original(*args, **named)
@@ -193,6 +202,10 @@ def delays(seed: int, share: float) -> Iterator[None]:
     with ExitStack() as stack:
         for point in (
             "tell other ranks",
+            "come to a meeting",
+            "pass a turn",
+            "offer an update",
+            "count an update",
             "send a gradient",
             "gradient is home",
             "tasks that sum",
@@ -214,7 +227,7 @@ def _trained(rank: int, plan: Plan, folder: str) -> list[dict[str, Tensor]]:
     options: dict[str, Any] = {} if plan.max_grad_norm is None else {"max_grad_norm": plan.max_grad_norm}
     optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, overlap=plan.overlap, **options)
     found: list[dict[str, Tensor]] = []
-    with delays(plan.seed + rank, plan.delays):
+    with delays(plan.seed + rank, plan.delays, plan.stops_at if rank == plan.count - 1 else None):
         for step in plan.steps:
             clear(step, optimizer)
             write(step.write, "before", model, optimizer)
