@@ -213,7 +213,7 @@ def _manage(
         engine = TransferEngine(accelerator.copier, memory.store)
         undone.callback(engine.close)
         runtime = Runtime(memory, residency, engine, sanitize=asked.sanitize)
-        runtime.hardware = profile
+        runtime.hardware, runtime.may_join = profile, asked.group is None and joined is None
         runtime.prediction = None if planned is None else planned.prediction
         runtime.room.shortage.rehearse = _rehearser(module, runtime, limits, nbytes, how)
         backward.watch()

@@ -77,6 +77,8 @@ class Runtime:
         self.marks = ParameterMarks(memory, self.bindings, self.writes, self.outgoing, self.uses.read_at_home)
         self.hardware: HardwareProfile | None = None
         """The rates of the machine, if they were given."""
+        self.may_join = False
+        """Whether this process manages the model alone for want of a process group, and has not stepped yet."""
         self.prediction: Mapping[str, object] | None = None
         """The forecast of the run's plan, if it has one, for reports."""
         self.loss: str | None = None

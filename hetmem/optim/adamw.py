@@ -195,6 +195,10 @@ class AdamWRule(Rule):
         self.seed = seed
         self.has_kernel = self.runs_on_device = seed is None
 
+    def in_words(self) -> str:
+        rounding = f"stochastic_rounding={self._stochastic_rounding}"
+        return f"AdamW of moments={self._moments}, {rounding}, seed={self.seed}"
+
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """Return the roles of the two moments. Raises `ManageError` for parameters of an unsupported dtype, and
         ValueError for invalid options."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from hetmem.engine.ranked_gradients import RankedGradients
-from hetmem.errors import PeerError
+from hetmem.engine.runtime import Runtime
+from hetmem.errors import ManageError, PeerError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk
@@ -150,6 +151,19 @@ class RankedSteps:
         return begun, dropped
 
 
+def refuse_a_later_group(runtime: Runtime) -> None:
+    """Raise `ManageError`, before the first step of a model that this process manages alone for want of a process
+    group, if there is one by now: each of its ranks would train a model of its own."""
+    distributed = torch.distributed
+    count = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if count > 1:
+        raise ManageError(
+            f"the process group of {count} ranks was made after hetmem.manage, so that each would train a model of its "
+            f"own: make the group first, or give hetmem.manage group=False"
+        )
+    runtime.may_join = False
+
+
 def _take_part() -> None:
     """Take part in the backwards of other ranks over any model of this process, and in the updates that they begin."""
     for interception in registry.interceptions():
@@ -164,7 +178,8 @@ def _in_words(
 ) -> str:
     """Return what a step of `optimizer` depends on beside weights, gradients and states in homes, for ranks to
     compare. `counts`: also the counts of steps, but those of `early` chunks, which may be those of the next one."""
-    lines = [f"max_grad_norm {optimizer.max_grad_norm}, gradients times {optimizer.expected_scale()}"]
+    lines = [optimizer.rule.in_words()]
+    lines += [f"max_grad_norm {optimizer.max_grad_norm}, gradients times {optimizer.expected_scale()}"]
     for at, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
         numbers = [*map(gradients.number_of, group["params"])]

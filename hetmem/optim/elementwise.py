@@ -93,6 +93,9 @@ class TorchRule(Rule):
         self._keywords = frozenset(inspect.signature(optimizer.__init__).parameters) - {"self", "params"}
         self._known: dict[Any, tuple[tuple[Role, ...], tuple[str, ...]]] = {}
 
+    def in_words(self) -> str:
+        return self._name()
+
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """Return the elementwise states of `optimizer` with the options of `group`, found by running it."""
         return self._tried(group, dtype)[0]

@@ -57,6 +57,10 @@ class Rule(ABC):
     seed: int | None = None
     """Seed of random rounding; None if nothing is random."""
 
+    def in_words(self) -> str:
+        """Return what results depend on beside the options of groups, for ranks to compare."""
+        return type(self).__name__
+
     @abstractmethod
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """Return the states, other than scalars, of a parameter of `dtype` in `group`."""

@@ -24,7 +24,7 @@ from hetmem.engine.working_gradients import have_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_fork, refuse_a_stream
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.optim.among_ranks import RankedSteps
+from hetmem.optim.among_ranks import RankedSteps, refuse_a_later_group
 from hetmem.optim.arrived_squares import ArrivedSquares
 from hetmem.optim.chunk_update import ChunkUpdate, WholeUpdate
 from hetmem.optim.members import Joins, Members, Options
@@ -292,6 +292,8 @@ class Stepper:
         self.refuse_corrupt()
         refuse_a_fork("a step", self._interception.process)
         refuse_a_stream("a step", self.runtime.memory.device)
+        if self.runtime.may_join:
+            refuse_a_later_group(self.runtime)
         self._interception.reset()
         self._interception.segments.begin_step()
         with self.runtime.unwatched():

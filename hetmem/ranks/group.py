@@ -35,6 +35,7 @@ class Ranks:
         self.saves = Saves(rank, words, waits)
         self.figures = Figures(words, rank)
         self.updates = SharedUpdates(rank, words, waits.end_part)
+        waits.updates = self.updates.under_way
         self.machines = machines
         self.drive: SharedDrive | None = None
         """That of the machine, if the group uses one."""

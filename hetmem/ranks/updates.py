@@ -27,6 +27,10 @@ class SharedUpdates:
         self._begun = np.zeros_like(words.computed_parts[rank])
         """How many updates of each chunk this rank has begun."""
 
+    def under_way(self) -> bool:
+        """Return whether this rank computes its part of any update."""
+        return bool((self._begun > self._words.computed_parts[self._rank]).any())
+
     def offer(self, chunks: Sequence[int]) -> None:
         """Have the next update of each of `chunks` begin as far as this rank is concerned."""
         fence()

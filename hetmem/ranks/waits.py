@@ -2,6 +2,9 @@
 part by an error, or all wait for each other, and after a time in which none of the others gives a sign.
 
 Knows the words that ranks share, and nothing of what they wait for.
+
+Note "several models": the ranks of a group have words of their own for each model. A rank that waits in one is said to
+wait in all of them, so that ranks that come to two models in another order see that they wait for each other.
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ from __future__ import annotations
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 
 from hetmem.errors import PeerError
 from hetmem.memory.interrupts import HELD_BACK
@@ -22,6 +27,7 @@ _LOOK_SECONDS = 0.02
 """How often a rank that waits looks for those that will not come."""
 _CIRCLE_SECONDS = 1.0
 """How long all wait for each other until that is an error."""
+_ALL_WAIT = "all ranks wait for each other"
 
 
 def _ended(rank: int, error: str) -> str:
@@ -38,12 +44,18 @@ def never() -> bool:
     return False
 
 
+_here: list[weakref.ref[Waits]] = []
+"""Those of all models of this process."""
+
+
 class Waits:
     """The waits of `rank` for the others, whose processes are `processes`, for at most `patience` seconds. `first`: the
     number of rank 0 of these in errors, as the ranks of other machines have numbers too."""
 
     def __init__(self, words: Words, rank: int, processes: Sequence[int], patience: float, first: int = 0) -> None:
         self._words, self._rank, self._patience, self.first = words, rank, patience, first
+        self._processes, self._thread = [*processes], get_ident()
+        """The thread is the one that was last at a place."""
         self._others = [other for other in range(len(processes)) if other != rank]
         self._deaths = select.poll()
         self._rank_of: dict[int, int] = {}
@@ -57,6 +69,9 @@ class Waits:
         self._circle: tuple[float, list[int], list[int]] | None = None
         self.saves: Callable[[], bool] = never
         """Whether this rank writes a file in the background, which others may wait for."""
+        self.updates: Callable[[], bool] = never
+        """Whether it computes updates, which others may wait for."""
+        _here[:] = [each for each in _here if each() is not None] + [weakref.ref(self)]
 
     def close(self) -> None:
         """Watch the others no more."""
@@ -80,7 +95,7 @@ class Waits:
         that of any rank, unless this one does `alone` what it does there."""
         if not alone:
             self.refuse_ended()
-        before, self.place = (self.place, self._words.place(self._rank)), place
+        before, self.place, self._thread = (self.place, self._words.place(self._rank)), place, get_ident()
         self._words.set_place(self._rank, place)
         try:
             yield
@@ -110,8 +125,11 @@ class Waits:
             fence()
             return
         words, rank = self._words, self._rank
-        before = words.place(rank)  # perhaps of a wait that serves this one
-        words.set_place(rank, f"{self.place}, awaits {what}")
+        all_here = self._of_all_models()
+        before = [each._words.place(rank) for each in all_here]  # perhaps of a wait that serves this one
+        for each in all_here:
+            where = self.place if each is self else f"{self.place} of another model"
+            each._words.set_place(rank, f"{where}, awaits {what}")
         pause, since = _FIRST_PAUSE, time.monotonic()
         polled = since
         looks, seen = since + _LOOK_SECONDS, [*words.signs]
@@ -119,8 +137,10 @@ class Waits:
             while not reached():
                 HELD_BACK.raise_here()
                 serve()
-                words.waiting[rank] = not (busy() or self.saves())
-                words.polls[rank] += 1
+                under_way = busy()
+                for each in all_here:
+                    each._words.waiting[rank] = not (under_way or each.saves() or each.updates())
+                    each._words.polls[rank] += 1
                 time.sleep(pause)
                 pause, now = min(2 * pause, _LONGEST_PAUSE), time.monotonic()
                 self._figures.waited(self.place, now - polled)
@@ -130,10 +150,14 @@ class Waits:
                     if (signs := [*words.signs]) != seen:
                         seen, since = signs, now
                     if (why := self._why(now, now - since)) and not reached():
-                        raise PeerError(f"{why}. {self.where()}")
+                        error = PeerError(f"{why}. {self.where()}")
+                        for each in all_here if why == _ALL_WAIT else ():
+                            each.end_part(error)
+                        raise error
         finally:
-            words.waiting[rank] = 0
-            words.set_place(rank, before)
+            for each, place in zip(all_here, before, strict=True):
+                each._words.waiting[rank] = 0
+                each._words.set_place(rank, place)
             self._circle = None
         fence()
 
@@ -148,6 +172,13 @@ class Waits:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
+    def _of_all_models(self) -> list[Waits]:
+        """Return those of the models that this thread trains with the same ranks."""
+        alive = (each() for each in _here)
+        others = (each for each in alive if each is not None and each is not self and each._rank_of)
+        mine = self._processes, self._thread
+        return [self, *(each for each in others if (each._processes, each._thread) == mine)]
+
     def _why(self, now: float, quiet: float) -> str:
         """Return why others will not come; "" if they may."""
         words = self._words
@@ -159,7 +190,7 @@ class Waits:
         for descriptor, _ in self._deaths.poll(0):
             return f"rank {self.first + self._rank_of[descriptor]} has died or ended"
         if self._is_circle(now):
-            return "all ranks wait for each other"
+            return _ALL_WAIT
         if quiet > self._patience:
             return f"no other rank gave a sign for {self._patience:g} s (HETMEM_RANK_TIMEOUT)"
         return ""

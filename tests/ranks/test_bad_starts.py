@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,10 @@ def told(what: Callable[[], object]) -> str:
 
 
 class Trains:
-    def __init__(self, rank: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, rank: int, group: dist.ProcessGroup | None = None, **options: Any) -> None:
         self.rank = rank
         self.model = hetmem.manage(PROGRAM.made(), BUDGET, device="sim", chunk_bytes="256KiB", group=group)
-        self.optimizer = hetmem.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = hetmem.AdamW(self.model.parameters(), lr=1e-2, **{"moments": "bfloat16", **options})
 
     def backward(self, model: torch.nn.Module | None = None) -> None:
         loss_of(model or self.model, PROGRAM.batch(0, self.rank, 0)).backward()
@@ -63,12 +64,19 @@ def stories(rank: int, folder: str) -> dict[str, str]:
     trains = Trains(rank)
     found["loaded by rank 0 alone"] = told(trains.backward if rank else lambda: trains.load(f"{folder}/file"))
 
+    first, second = Trains(rank, seed=rank), Trains(rank, moments="8bit" if rank else "bfloat16")
+    for name, trains in (("other seed", first), ("other moments", second)):
+        trains.backward()
+        found[name] = told(trains.optimizer.step)
+
     found["wrapped"] = told(lambda: wrapped(Trains(rank), rank))
     inside = torch.nn.parallel.DistributedDataParallel(PROGRAM.made(), find_unused_parameters=True)
     found["wrapped inside"] = told(lambda: hetmem.manage(inside, BUDGET, device="sim"))
 
     of_rank_1 = dist.new_group([1])
     found["not in the group"] = told(lambda: hetmem.manage(PROGRAM.made(), BUDGET, device="sim", group=of_rank_1))
+
+    found["two models in another order"] = told(lambda: crossed(rank))
 
     os.environ["HETMEM_RANK_TIMEOUT"] = "2"
     both = dist.new_group([0, 1])  # whose connections end with that
@@ -81,6 +89,11 @@ def stories(rank: int, folder: str) -> dict[str, str]:
         os.kill(os.getpid(), signal.SIGKILL)
     found["killed before a load"] = told(lambda: trains.load(f"{folder}/file"))
     return found
+
+
+def crossed(rank: int) -> None:
+    one, other = Trains(rank), Trains(rank)
+    (one if rank else other).backward()
 
 
 def wrapped(trains: Trains, rank: int) -> None:
@@ -98,6 +111,9 @@ def test_bad_inputs(tmp_path: Path) -> None:
         ("no folder", StoreError, "No such file or directory"),
         ("saved by rank 1 alone", PeerError, "all ranks wait for each other.* rank 1: hetmem.save, awaits the file"),
         ("loaded by rank 0 alone", PeerError, "all ranks wait for each other. rank 0: the begin of loading"),
+        ("two models in another order", PeerError, "all ranks wait for each other. .* of another model, awaits"),
+        ("other seed", PeerError, "the same: 'AdamW of .* seed=0' and 'AdamW of .* seed=1'"),
+        ("other moments", PeerError, "the same: 'AdamW of moments=torch.bfloat16.* 'AdamW of moments=8bit"),
         ("wrapped", ManageError, "is called by torch's DistributedDataParallel, .*: leave it out"),
         ("wrapped inside", ManageError, "the model is a DistributedDataParallel: leave it out"),
         ("not in the group", ManageError, "this process is in none of the ranks of group="),

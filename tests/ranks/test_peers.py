@@ -177,6 +177,12 @@ def test_a_launcher_without_a_rendezvous_is_refused(monkeypatch: pytest.MonkeyPa
         managed()
     hetmem.release(managed(group=False))
     monkeypatch.setenv("WORLD_SIZE", "1")
-    hetmem.release(managed())
+    alone = managed()
+    with monkeypatch.context() as later:
+        later.setattr(torch.distributed, "is_initialized", lambda: True)
+        later.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(ManageError, match=r"the process group of 2 ranks was made after hetmem.manage"):
+            hetmem.AdamW(alone.parameters()).step()
+    hetmem.release(alone)
     with pytest.raises(ManageError, match="group must be None, False, a ProcessGroup or a DeviceMesh"):
         managed(group=3)
