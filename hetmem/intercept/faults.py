@@ -125,7 +125,7 @@ class Faults:
         """Return what `parameter`, whose `.data` is used, is or is the working weight of; None: nothing managed."""
         interception = self._interception()
         if interception is not None:
-            interception.working.serve = False
+            interception.working.cannot_serve = True
         managed = self._by_id.get(id(parameter))
         return works_for(parameter) if managed is None else managed
 
@@ -232,7 +232,7 @@ class Faults:
         if interception.note_unbound_use(hands_out=takes_data):
             interception.working.arrive(used, _name(func))
             if takes_data or written:
-                interception.working.serve = False
+                interception.working.cannot_serve = True
                 for managed in used:
                     managed.data_taken = True
             return self._with_working(func, args, kwargs, used, kept)

@@ -383,7 +383,7 @@ class Interception:
         its copy is to be leased as long as all are."""
         self.working.exist()
         if hands_out:
-            self.working.serve = False
+            self.working.cannot_serve = True
         if self.working.in_backward:
             self.segments.on_backward()
         return self.working.holds_all or any(compute.all_at_once for compute in self.stretches.here)

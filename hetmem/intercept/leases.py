@@ -80,9 +80,9 @@ class Leases:
         except KeyError:
             used = self._learn(keys)
             if keys not in self._known:
-                call.changed += ((self._working.cover_again, self._working.uncover(module)),)
-        if recomputed and (shown := self._working.show_in(module)) is not None:
-            call.changed += ((self._working.hide_in, shown),)
+                call.changed += ((self._working.modules.cover_again, self._working.modules.uncover(module)),)
+        if recomputed and (shown := self._working.modules.show_in(module)) is not None:
+            call.changed += ((self._working.modules.hide_in, shown),)
         if self._copies.missing:
             if self._working.arrive(used, type(module).__name__):
                 self._tracing.quiet = get_ident()

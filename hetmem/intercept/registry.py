@@ -293,7 +293,7 @@ def watch_exchanges() -> None:
             return exchange(self, *args, **kwargs)
         finally:
             for interception in interceptions():
-                interception.working.show_exchanged(self.module)
+                interception.working.modules.show_exchanged(self.module)
 
     accessor.swap_tensors_dict = exchanged
 

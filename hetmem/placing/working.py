@@ -1,11 +1,10 @@
 """Working weights of a model all of whose copies fit on the device.
 
 Note "working weights": each parameter has a second one, over its copy on the device. During a forward, or a
-recomputation of a checkpoint, modules have these under the names of their parameters: an entry in the `__dict__` of a
-module takes precedence over its `_parameters`. So autograd saves and checks them like any weight, without a hook. FSDP2
-gives modules its unsharded parameters likewise. The parameters stay at home, and a function that gets one itself
-computes with its working weight (`intercept.faults`). Uses that working weights cannot serve are found in measured
-forwards: the model then uses `intercept.leases`.
+recomputation of a checkpoint, modules have these under the names of their parameters (`placing.shown`). So autograd
+saves and checks them like any weight, without a hook. FSDP2 gives modules its unsharded parameters likewise. The
+parameters stay at home, and a function that gets one itself computes with its working weight (`intercept.faults`). Uses
+that working weights cannot serve are found in measured forwards: the model then uses `intercept.leases`.
 
 Of a model that is whole on the device nothing moves, and autograd adds gradients up in their homes: these begin as
 -0.0, which changes no value added to them. Copies of homes that are elsewhere are requested together as a forward
@@ -18,8 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable
-from itertools import chain, repeat
-from operator import attrgetter, is_, setitem
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -28,9 +27,10 @@ from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.engine.gradient_views import Given, let_arrive, show_gradient, take_arrived
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.param_views import leave_working, run_through, show_copies, working_weight
+from hetmem.engine.param_views import leave_working, show_copies, working_weight
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.placing.shown import ShowingModules
 from hetmem.schedule.trace import Moment
 
 # Read for each parameter in each step: these run in C.
@@ -44,10 +44,11 @@ class WorkingWeights:
     """The working weights of the model `module`, and the leases of their copies."""
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime, sink: GradientSink) -> None:
-        self._model, self._runtime, self._sink = weakref.ref(module), runtime, sink
+        self._runtime, self._sink = runtime, sink
         self._copies = runtime.all_copies
-        self.serve = True
-        """Whether working weights have been able to serve all that the program did so far."""
+        self.modules = ShowingModules(module, runtime)
+        self.cannot_serve = False
+        """Whether the program was seen to do what working weights of a whole forward cannot serve."""
         self._managed = runtime.parameters
         self._parameters = [managed.parameter for managed in self._managed]
         self._weights: list[torch.Tensor] = []
@@ -59,16 +60,8 @@ class WorkingWeights:
         """Whether a forward has had working weights since the last backward, of which one may follow."""
         self._older: list[tuple[ManagedParameter, weakref.ref[torch.Tensor], bool]] = []
         """Earlier working weights, which a graph may still refer to; and whether they send gradients by hooks."""
-        self._entries: tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]] = [], [], []
-        """The `__dict__` and `_parameters` of each module with a parameter, and the parameter's name in them."""
-        self._numbers: list[int] = []
-        """The indices in `_parameters` of the parameters in `_entries`."""
-        self._placed: list[Any] = []
-        """The working weights for `_entries`."""
         self._blocks: tuple[int, ...] = ()
         """The blocks of a whole model on the device that are leased until `release`; empty if none are."""
-        self._entered = self._shown = 0
-        """How many stretches of compute use working weights, and how many of these have all modules show them."""
         self._beside: list[ManagedParameter] = []
         """Parameters whose working weights show their copies also between calls of modules that bind them."""
         self._checked = False
@@ -97,12 +90,12 @@ class WorkingWeights:
         else:
             return False
         self._pending |= trains
-        self._enter()
+        self.modules.begin()
         return True
 
     def hold(self) -> None:
         """Have what `begin` has leased stay so until `let_go`, for forwards that take turns."""
-        self._enter()
+        self.modules.begin()
 
     def enter_leased(self, *, all_at_once: bool) -> bool:
         """Do `enter` for another one of these forwards, and return `all_at_once`: if it is not, each call of a module
@@ -112,7 +105,7 @@ class WorkingWeights:
             self._beside = [managed for chunk in self._copies.leased for managed in chunk.parameters]
             for managed in self._beside:
                 managed.bound += 1
-        self._enter()
+        self.modules.begin()
         return all_at_once
 
     def let_go(self) -> None:
@@ -126,17 +119,17 @@ class WorkingWeights:
         """Have modules compute with working weights, whose copies are leased as they are used, until `end`. `anew`:
         gradients of this forward are added to those of another one in float32. Returns whether each module had the
         parameters of the forward before."""
-        if self._entered:
-            in_place = self._have_parameters()
+        if self.modules.entered:
+            in_place = self.modules.have_parameters()
         else:
             self.make(anew=anew)
             in_place = self._are_in_place()
-        self._enter()
+        self.modules.begin()
         return in_place
 
     def make(self, *, anew: bool = False) -> None:
         """Have working weights without memory, whose gradients are sent home as they arrive."""
-        if not self._entered:
+        if not self.modules.entered:
             self.release()
             self._make_hooked(anew=anew)
 
@@ -166,46 +159,6 @@ class WorkingWeights:
         """Whether copies are leased for a graph that waits for its backward."""
         return bool(self._blocks or self._copies.leased)
 
-    def show_exchanged(self, module: torch.nn.Module) -> None:
-        """Have parts of `module` show tensors that the program has put in the place of their parameters, and working
-        weights again where it has put these back."""
-        by_id = self._runtime.bindings.by_id
-        for part in module.modules() if self._shown else ():
-            names = vars(part)
-            for name, parameter in part._parameters.items():
-                managed = by_id.get(id(parameter))
-                if managed is None and name in names:
-                    del names[name]
-                    self.serve = False
-                elif managed is not None and managed.working is not None and name not in names:
-                    names[name] = managed.working
-
-    def uncover(self, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Have `module` show parameters that the program has exchanged for a call of it (`functional_call`). Returns
-        the argument of `cover_again`; None if there are none."""
-        by_id, names = self._runtime.bindings.by_id, vars(module)
-        found = {
-            name: names.pop(name)
-            for name, parameter in module._parameters.items()
-            if name in names and id(parameter) not in by_id
-        }
-        if not found:
-            return None
-        self.serve = False
-        return names, found
-
-    def cover_again(self, uncovered: tuple[dict[str, Any], dict[str, Any]]) -> None:
-        """End `uncover`."""
-        if self._entered:
-            uncovered[0].update(uncovered[1])
-
-    def _enter(self) -> None:
-        self._entered += 1
-        self._shown += 1
-        if self._shown == 1:
-            where, _, names = self._entries
-            run_through(map(setitem, where, names, self._placed))
-
     def enter_again(self, *, all_at_once: bool, by_call: bool) -> tuple[bool, bool]:
         """Do `enter` for a recomputation; return whether it is `all_at_once`, as what is around it, or as asked if the
         copies are leased, and whether all modules show working weights. Else, as asked by `by_call`, each shows its own
@@ -214,49 +167,26 @@ class WorkingWeights:
         The segment of the backward begins here: else it would in a nested backward, which has the first gradient and
         ends before the one around it.
         """
-        all_at_once = self.holds_all and (all_at_once or self._entered > 0)
-        by_call = by_call and not (all_at_once or self._shown)
+        all_at_once = self.holds_all and (all_at_once or self.modules.entered > 0)
+        by_call = by_call and not (all_at_once or self.modules.shown)
         if all_at_once:
-            self._enter()
+            self.modules.begin()
         elif by_call:
             if not (self._checked and self._weights):
                 self.make()
             self._checked = self._in_backward
-            self._entered += 1
+            self.modules.begin(shown=False)
         else:
             self.enter(anew=False)
         if not self._runtime.memory.resident:
             self._sink.segments.on_backward()
         return all_at_once, not by_call
 
-    def show_in(self, module: torch.nn.Module) -> tuple[dict[str, Any], list[str]] | None:
-        """Have `module` show the working weights of its own parameters, where not all modules do. Returns the argument
-        of `hide_in`; None if there are none."""
-        if self._shown:
-            return None
-        by_id, names, shown = self._runtime.bindings.by_id, vars(module), list[str]()
-        for name, parameter in module._parameters.items():
-            managed = by_id.get(id(parameter))
-            if managed is not None and managed.working is not None and name not in names:
-                names[name] = managed.working
-                shown += (name,)
-        return (names, shown) if shown else None
-
-    def hide_in(self, shown: tuple[dict[str, Any], list[str]]) -> None:
-        """End `show_in`."""
-        names, of = shown
-        for name in () if self._shown else of:
-            names.pop(name, None)
-
     def end(self, *, shown: bool, all_at_once: bool) -> None:
         """End `begin`, `enter` or `enter_again`: `shown` is whether all modules showed working weights; `all_at_once`:
         take writes to working weights home."""
-        self._entered -= 1
-        self._shown -= shown
-        if shown and not self._shown:
-            where, _, names = self._entries
-            run_through(map(dict.pop, where, names, repeat(None)))
-        if self._entered or not all_at_once:
+        self.modules.end(shown=shown)
+        if self.modules.entered or not all_at_once:
             return
         written = [*map(_VERSION, self._managed)] != [*map(_VERSION_SEEN, self._managed)]
         if written or not self.serve:
@@ -271,12 +201,17 @@ class WorkingWeights:
         for managed in self._managed:
             taken, managed.data_taken = managed.data_taken, False
             if managed.counter._version != managed.version:
-                self.serve = False
+                self.cannot_serve = True
                 writes.by_operator(managed)
             elif taken:
                 writes.compare(managed)
 
     # ---- whether they can ----------------------------------------------------------------------------------------
+
+    @property
+    def serve(self) -> bool:
+        """Whether working weights have been able to serve all that the program did so far."""
+        return not (self.cannot_serve or self.modules.exchanged)
 
     def _are_plain(self, *, streams: bool) -> bool:
         """Return whether no listener needs each gradient, and, unless `streams`, only hetmem has hooks at parameters
@@ -319,7 +254,7 @@ class WorkingWeights:
 
     def release(self) -> None:
         """End the leases; copies that a graph still refers to live as long as it."""
-        if self._entered:
+        if self.modules.entered:
             return
         if self._blocks:
             self._blocks = ()
@@ -335,7 +270,8 @@ class WorkingWeights:
         gradient needs no memory of it."""
         self._checked = False
         self._older = [each for each in self._older if each[1]() is not None]
-        weights, self._weights, self._over, self._placed = self._weights, [], [], []
+        weights, self._weights, self._over = self._weights, [], []
+        self.modules.forget()
         with torch_private.NoFunctionsOfSubclasses():
             for managed, weight in zip(self._managed, weights, strict=False):
                 self._older += ((managed, weakref.ref(weight), self._are_hooked),)
@@ -368,9 +304,8 @@ class WorkingWeights:
                     self._older += ((managed, weakref.ref(self._weights[at]), True),)
                     self._weights[at] = self._hooked(managed)
             self._place()
-            where, _, names = self._entries
-            if self._shown:
-                run_through(map(setitem, where, names, self._placed))
+            if self.modules.shown:
+                self.modules.show()
 
     def _hooked(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a new working weight that sends its gradients home."""
@@ -410,34 +345,20 @@ class WorkingWeights:
         self._find_modules()
 
     def _find_modules(self) -> None:
-        """Find the modules that have the parameters."""
-        model, numbers = self._model(), {id(parameter): at for at, parameter in enumerate(self._parameters)}
-        found = [
-            (vars(module), module._parameters, name, numbers[id(parameter)])
-            for module in (() if model is None else model.modules())
-            for name, parameter in module._parameters.items()
-            if id(parameter) in numbers and name not in vars(module)
-        ]
-        self._entries = [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
-        self._numbers = [each[3] for each in found]
+        self.modules.find()
         self._place()
 
     def _place(self) -> None:
-        self._placed = [self._weights[at] for at in self._numbers]
+        self.modules.place(self._weights)
         for managed, weight in zip(self._managed, self._weights, strict=True):
             managed.working = weight
 
     def _are_in_place(self) -> bool:
         """Return whether the modules still have the same parameters, and none was replaced for this call."""
-        if self._have_parameters():
+        if self.modules.have_parameters():
             return True
         self._find_modules()  # for the next forward
         return False
-
-    def _have_parameters(self) -> bool:
-        _, of, names = self._entries
-        found, ours = map(dict.get, of, names), map(self._parameters.__getitem__, self._numbers)
-        return all(map(is_, found, ours)) and len({*self._numbers}) == len(self._parameters)
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
