@@ -119,6 +119,23 @@ def fsdp2(shape: Shape) -> Step:
     return training_step(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), shape.tokens())
 
 
+def deepspeed_config(shape: Shape, place: dict[str, Any]) -> dict[str, Any]:
+    """ZeRO-3 with parameters and optimizer at `place`, as DeepSpeed describes it."""
+    return {
+        "train_micro_batch_size_per_gpu": shape.batch,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {**place, "buffer_size": 1 << 25} if place["device"] == "nvme" else place,
+            "offload_optimizer": place,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+        "bf16": {"enabled": shape.dtype is not None},
+        "zero_force_ds_cpu_optimizer": True,
+        "aio": {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True},
+    }
+
+
 def deepspeed(shape: Shape, nvme: bool = False) -> Step:
     """ZeRO-3 with parameters and optimizer on the host, or on NVMe."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -132,19 +149,7 @@ def deepspeed(shape: Shape, nvme: bool = False) -> Step:
     place: dict[str, Any] = {"device": "nvme" if nvme else "cpu", "pin_memory": device() == "cuda"}
     if nvme:
         place["nvme_path"] = shape.directory
-    config = {
-        "train_micro_batch_size_per_gpu": shape.batch,
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {**place, "buffer_size": 1 << 25} if nvme else place,
-            "offload_optimizer": place,
-            "stage3_param_persistence_threshold": 0,
-        },
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
-        "bf16": {"enabled": shape.dtype is not None},
-        "zero_force_ds_cpu_optimizer": True,
-        "aio": {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True},
-    }
+    config = deepspeed_config(shape, place)
     model = shape.model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     tokens = shape.tokens()
