@@ -239,9 +239,9 @@ class Bindings:
 
     @staticmethod
     def is_elsewhere(managed: ManagedParameter) -> bool:
-        """Return whether the program has set `.data` of `managed.parameter`."""
-        at: int = managed.parameter.data_ptr()
-        return at not in (managed.home_address, managed.home.data_ptr())
+        """Return whether the program has set `.data` of `managed.parameter`, or given its storage other memory
+        (`share_memory_()`)."""
+        return bool(managed.parameter.data_ptr() != managed.home_address)
 
     @staticmethod
     def shows_no_copy(managed: ManagedParameter) -> bool:

@@ -233,3 +233,12 @@ def test_gradients_on_nvme_move_behind_the_passes_of_a_skipped_step_that_read_th
     """A step that a loss scale skips; the backward behind it, of a graph that is retained, adds to its gradients."""
     program = drawn(1017)
     run(replace(program, sanitize=False, operations=program.operations[2:6]), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_a_recomputation_writes_to_memory_that_others_share_stays(tmp_path: Path) -> None:
+    """Weights get other memory between two forwards and their backward, whose first recomputation writes to one."""
+    program = drawn(9200022)
+    operations = (*program.operations[13:17],)
+    assert [name for name, _ in operations] == ["forward", "forward", "shared", "backward"]
+    run(replace(program, placement="host", device="sim", activations="keep", operations=operations), tmp_path)
