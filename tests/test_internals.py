@@ -28,11 +28,19 @@ def imported_by(file: Path) -> list[tuple[str, str]]:
 
 def imported(source: str) -> Iterator[tuple[str, str]]:
     """Module and name of each import; the name is empty where a module is imported as a whole."""
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def statements(of: ast.AST) -> Iterator[ast.AST]:
+    """Those within `of`; expressions, which are most of a source, have none."""
+    for node in ast.iter_child_nodes(of):
+        if not isinstance(node, ast.expr):
+            yield node
+            yield from statements(node)
 
 
 def is_module(name: str) -> bool:

@@ -149,7 +149,9 @@ def test_where_no_program_would_run_none_is_written(
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kept(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of plans that are kept; the model has one layer, as only whether it is planned counts."""
+    Path("config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
     folder = tmp_path / "cache" / "hetmem" / "plans"
     monkeypatch.setattr(config, "plan_cache_directory", lambda: folder)
     return folder
@@ -175,13 +177,13 @@ def test_the_same_configuration_is_planned_once(
     said = []
     for folder in ("one", "other"):  # the name of the file is none of its content
         Path(folder).mkdir()
-        Path(folder, "config.json").write_text(json.dumps(TINY))
+        Path(folder, "config.json").write_text(Path("config.json").read_text())
         assert plan(f"--hf-config {folder}/config.json {SMALL}") == 0
         said.append(capsys.readouterr().out)
     assert len(planned) == 1
     assert said[0] == said[1]
     assert len(list(kept.iterdir())) == 1
-    Path("config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 3}))
+    Path("config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 2}))
     plan(f"{model} {SMALL}")
     plan(f"{model} {SMALL} --batch 1")
     plan(f"{model} {SMALL} --hardware l4")

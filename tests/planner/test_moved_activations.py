@@ -185,7 +185,12 @@ def test_of_each_layer_activations_move_or_are_computed_again_as_is_faster(link:
         (1024, "auto", 1.5),
         pytest.param(512, "auto", 1.5, marks=pytest.mark.nightly),
         pytest.param(700, "auto", 0.5, marks=pytest.mark.nightly),
-        pytest.param(2457, "offload", 1.5, marks=pytest.mark.nightly),
+        pytest.param(
+            2457,
+            "offload",
+            1.5,
+            marks=[pytest.mark.nightly, pytest.mark.xfail(reason="whole on the device: limits.md")],
+        ),
         pytest.param(512, "offload", 1.5, marks=pytest.mark.nightly),
         pytest.param(512, "auto", 0.5, marks=pytest.mark.nightly),
         pytest.param(1024, "offload", 1.5, marks=pytest.mark.nightly),
