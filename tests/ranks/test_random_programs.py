@@ -341,7 +341,8 @@ def test_ranks_have_the_bits_of_plain_torch(seeds: range, tmp_path: Path) -> Non
     try:
         for count in sorted({plan.count for plan in plans}):
             chosen = [plan for plan in plans if plan.count == count]
-            found = ranks(count, trained, [plan.seed for plan in chosen], str(tmp_path))
+            of_them = [plan.seed for plan in chosen]
+            found = ranks(count, trained, of_them, str(tmp_path), seconds=60.0 + 10.0 * len(chosen))
             for plan in chosen:
                 check(plan, [of_rank[plan.seed] for of_rank in found])
     finally:
