@@ -5,8 +5,9 @@
 The ranks of each library are processes of one thread with a group on gloo; "one process" runs the batches of all ranks
 in turn, with one thread too. Rounds are interleaved, and only the processes of one library are at work at a time. A
 round is one step of all ranks: "wall" is that of the slowest, "CPU" the time that all threads of all ranks took. Ratios
-are of medians within the run. "Memory" is the proportional set size of all ranks after their steps, less what each had
-after its imports and a warm-up; hetmem's is less what its simulated devices hold then, as they lie in host memory here.
+are of medians within the run. "Memory" is the proportional set size of all ranks after their steps, with gradients,
+less what each had after its imports and a warm-up; hetmem's is less what its simulated devices hold then, as they lie
+in host memory here.
 The C library keeps freed blocks alike in all processes: see `benchmarks.peers`. Without GPUs this compares what the
 libraries themselves cost.
 
@@ -26,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,11 +66,11 @@ def _by_torch(model: Any, optimizer: Any, batches: Batches, **others: Any) -> Tr
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     def step() -> float:
+        optimizer.zero_grad()  # not at the end: gradients count where memory is measured
         for batch in batches:
             loss = model(batch) / len(batches)
             loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
         return float(loss.detach())
 
     def states() -> dict[str, Any]:
@@ -177,7 +178,7 @@ def serve(name: str, shape: Shape, rank: int, count: int, ranks: int, folder: st
     try:
         rendezvous = f"file://{folder}/{name}-{count}"
         torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=count)
-        _warm_up()
+        _warm_up(shape)
         before = proportional_bytes()
         batches = [_batch(shape, each) for each in (range(ranks) if count == 1 else [rank])]
         trainer = LIBRARIES[name][1](shape, batches)
@@ -188,7 +189,7 @@ def serve(name: str, shape: Shape, rank: int, count: int, ranks: int, folder: st
             wall, cpu = time.perf_counter(), time.process_time()
             answer: dict[str, Any] = {}
             if asked == "memory":
-                ctypes.CDLL(None).malloc_trim(0)  # freed activations, as if they were a GPU's
+                give_back_freed_blocks()
                 torch.distributed.barrier()
                 answer["bytes"] = proportional_bytes() - before - trainer.device_bytes()
             elif asked in ("step", "evaluate"):
@@ -204,10 +205,12 @@ def serve(name: str, shape: Shape, rank: int, count: int, ranks: int, folder: st
         os._exit(1)
 
 
-def _warm_up() -> None:
-    """Do what takes memory once in a process, whatever trains: imports, threads, compiled loops."""
+def _warm_up(shape: Shape) -> None:
+    """Do what takes memory once in a process, whatever trains: imports, threads, buffers of matrix products, compiled
+    loops."""
     import hetmem
 
+    replace(shape, depth=1).model()(_batch(shape, 0)).backward()
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     for managed in (False, True):
         if managed:
@@ -219,6 +222,12 @@ def _warm_up() -> None:
             step.step()
             step.zero_grad()
     hetmem.release(model)
+    give_back_freed_blocks()
+
+
+def give_back_freed_blocks() -> None:
+    """Have the C library give freed activations back, as if they had been a GPU's."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _batch(shape: Shape, rank: int) -> torch.Tensor:
