@@ -27,6 +27,9 @@ def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
     assert profile.host.memory_bytes > 0
     assert profile.host.numa_nodes >= 1
+    assert profile.host.ranks_copy_bytes_per_second > 0
+    assert profile.host.page_lock_bytes_per_second == 0, "there is no GPU to lock it for"
+    assert profile.sources["host.ranks_copy_bytes_per_second"].startswith("processes at once, 1: ")
     assert min(profile.nvme_read.bytes_per_second, profile.nvme_write.bytes_per_second) > 0
     assert profile.nvme_both_ways_bytes_per_second > 0
     assert "measured by hetmem probe" in profile.sources["all but thread"]

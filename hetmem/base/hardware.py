@@ -61,7 +61,10 @@ class HostProfile:
     """The host. `copy_bytes_per_second` counts bytes copied (each read and written once); `update_bytes_per_second`
     counts all traffic of the optimizer's update, 28 bytes a parameter, by all its threads, and
     `update_core_bytes_per_second` by one; zero where that was not measured. `beside_updates`: how many times as long
-    what the training thread does takes while other threads update; 1 where it was not measured."""
+    what the training thread does takes while other threads update; 1 where it was not measured.
+    `ranks_copy_bytes_per_second` counts bytes that processes copy from one memory at once, in all, of the number of
+    processes with most; `page_lock_bytes_per_second`: of memory that processes share; zero where that was not measured.
+    """
 
     memory_bytes: int
     cores: int
@@ -70,11 +73,20 @@ class HostProfile:
     numa_nodes: int = 1
     update_core_bytes_per_second: float = 0.0
     beside_updates: float = 1.0
+    ranks_copy_bytes_per_second: float = 0.0
+    page_lock_bytes_per_second: float = 0.0
 
     @property
     def traffic_bytes_per_second(self) -> float:
         """The most bytes read and written that were measured of the host's memory."""
         return max(self.update_bytes_per_second, 2 * self.copy_bytes_per_second)
+
+    @property
+    def ranks_traffic_bytes_per_second(self) -> float:
+        """The most bytes read and written that ranks reach at once; where that was not measured, those of one."""
+        if not self.ranks_copy_bytes_per_second:
+            return self.traffic_bytes_per_second
+        return max(self.update_bytes_per_second, 2 * self.ranks_copy_bytes_per_second)
 
     @property
     def shared_update_bytes_per_second(self) -> float:
@@ -220,6 +232,8 @@ _MAY_BE_ZERO = (
     "allocator_share",
     "nvme_both_ways_bytes_per_second",
     "update_core_bytes_per_second",
+    "ranks_copy_bytes_per_second",
+    "page_lock_bytes_per_second",
 )
 _PLAUSIBLE = (
     ("memory_bytes", 1 << 20, 1e15, "bytes"),

@@ -130,7 +130,7 @@ def of_ranks(
     sums = once * (2 * ranks * rank.micro_batches - 1)
     updates = rank.role_bytes["host"].get("exp_avg", 0) * _UPDATE_TRAFFIC
     updates += rank.role_bytes["host"].get("compute", 0)
-    host, rate = ranks * link_in + sums, hardware.host.traffic_bytes_per_second
+    host, rate = ranks * link_in + sums, hardware.host.ranks_traffic_bytes_per_second
     terms = {name: rank.terms.get(name, 0.0) for name in _NAMES if name != "network"}
     sent = 0
     if network is not None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -33,6 +33,7 @@ from hetmem.memory.host_memory import Mapping
 from hetmem.memory.nvme_store import BLOCK_BYTES, REQUEST_BYTES, THREADS, Extent, NvmeStore
 from hetmem.planner import DEFAULT_HARDWARE, load_profile
 from hetmem.planner.step_program import UPDATE_BYTES
+from hetmem.tools.probe_ranks import copy_rates, page_lock_rate
 
 _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 64 << 20  # 1 GiB in all: of less a part would stay in the cache of a large processor
@@ -69,7 +70,13 @@ def probe(
     if busy:
         say(f"warning: {busy}: rates will be too low; measure again when it is idle")
     say("1/3 memory and the host's update")
-    host = _host(scale)
+    together = copy_rates(scale)
+    host = replace(
+        _host(scale),
+        ranks_copy_bytes_per_second=max(together.values()),
+        page_lock_bytes_per_second=page_lock_rate(scale),
+    )
+    ranks = ", ".join(f"{count}: {rate / 1e9:.1f} GB/s" for count, rate in together.items())
     directory = Path(nvme_dir or tempfile.gettempdir())
     say(f"2/3 the drive of {directory}")
     disk = _disk(directory, _DISK_BYTES // scale)
@@ -87,7 +94,11 @@ def probe(
         Rate(disk.read, disk.latency),
         Rate(disk.write, disk.latency),
         both,
-        {"all but thread": measured, "thread": source},
+        {
+            "all but thread": measured,
+            "thread": source,
+            "host.ranks_copy_bytes_per_second": f"processes at once, {ranks}",
+        },
         costs,
         disk.both,
     )

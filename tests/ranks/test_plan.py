@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hetmem
+from hetmem.planner import DEFAULT_HARDWARE, load_profile
 from hetmem.planner.plan import PlanError
 from hetmem.planner.ranked import RanksPlan
 from hetmem.testing import ranks
@@ -42,8 +44,9 @@ def batch(rank: int) -> Tensor:
     return torch.randint(WORDS, (2, 32), generator=torch.Generator().manual_seed(rank))
 
 
-def planned(count: int, budget: hetmem.Budget = BUDGET) -> RanksPlan:
-    return hetmem.plan_ranks(Model, batch(0), count, budget, chunk_bytes=CHUNK, mixed_precision=torch.bfloat16)
+def planned(count: int, budget: hetmem.Budget = BUDGET, **options: Any) -> RanksPlan:
+    options |= {"chunk_bytes": CHUNK, "mixed_precision": torch.bfloat16}
+    return hetmem.plan_ranks(Model, batch(0), count, budget, **options)
 
 
 def peaks(rank: int, budget: dict[str, Any], chunk_bytes: int) -> dict[str, int]:
@@ -75,6 +78,12 @@ def test_the_terms_are_those_of_the_design() -> None:
     assert four.peak_bytes == one.peak_bytes
     share = four.terms["host_memory"] / one.terms["host_memory"]
     assert share == pytest.approx(four.host_bytes / one.host_bytes)
+    profile = load_profile(DEFAULT_HARDWARE)
+    rate = profile.host.traffic_bytes_per_second
+    measured = replace(
+        profile, host=replace(profile.host, ranks_copy_bytes_per_second=rate)
+    )  # each is read and written
+    assert planned(4, hardware=measured).terms["host_memory"] == four.terms["host_memory"] / 2
     others = max(seconds for name, seconds in four.terms.items() if name != "compute")
     assert four.compute_bound_tokens == math.ceil(four.rank.tokens * others / four.terms["compute"])
 
