@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from hetmem.base.config import missing_of_launcher, rank_timeout_seconds, restarts, world_size
-from hetmem.base.units import round_up
+from hetmem.base.units import format_size, round_up
 from hetmem.errors import BudgetError, ManageError, PeerError
 from hetmem.memory.nvme_io import open_unnamed
 from hetmem.ranks.drive import SharedDrive
@@ -107,9 +107,8 @@ class JoinedRanks:
         nonce, descriptor, drive_file, refused = secrets.randbits(62), -1, -1, ""
         if own == 0:
             drive_file, refused = (-1, "") if drive is None else _make_on_drive(drive[0], on_drive)
-            descriptor = make_file()
-            os.ftruncate(descriptor, skipped + nbytes)
-            os.pwrite(descriptor, nonce.to_bytes(8, "little"), 0)
+            descriptor, failed = _make_in_memory(skipped + nbytes, nonce)
+            refused = refused or failed
         offers = self.exchange((os.getpid(), descriptor, nonce, drive_file, refused))
         if failed := next((offer[-1] for offer in offers if offer[-1]), ""):
             raise BudgetError(failed)
@@ -121,11 +120,16 @@ class JoinedRanks:
         for rank, refusal in enumerate(self.exchange(text)):
             if refusal:
                 raise ManageError(f"rank {rank} cannot share the memory of {refusal}")
-        words = Words(memoryview(SharedMapping(descriptor, 0, skipped).buffer(0, skipped)), *sizes)
         patience = rank_timeout_seconds() or _PATIENCE_SECONDS
-        waits = Waits(words, own, [offers[rank][0] for rank in here], patience, first)
         there = None if drive is None else (drive_file, on_drive)
-        pool = SharedPool(nbytes, SharedMapping(descriptor, skipped, nbytes, there), words, descriptor)
+
+        def mapped() -> tuple[Words, Waits, SharedPool]:
+            words = Words(memoryview(SharedMapping(descriptor, 0, skipped).buffer(0, skipped)), *sizes)
+            waits = Waits(words, own, [offers[rank][0] for rank in here], patience, first)
+            mapping = SharedMapping(descriptor, skipped, nbytes, there)
+            return words, waits, SharedPool(nbytes, mapping, words, descriptor)
+
+        words, waits, pool = self.together("map the memory of the group", mapped)
         others = None
         if len(machines) > 1:
             counterparts = [ranks[own] for _, ranks in machines]
@@ -153,6 +157,19 @@ class JoinedRanks:
         world = [dist.get_global_rank(self._group, rank) for rank in ranks]
         timeout = timedelta(seconds=patience)
         return dist.new_group(world, timeout=timeout, use_local_synchronization=True)
+
+
+def _make_in_memory(nbytes: int, nonce: int) -> tuple[int, str]:
+    """Return the descriptor of a new file of `nbytes` in memory, which begins with `nonce`, or why there is none."""
+    descriptor = make_file()
+    try:
+        os.ftruncate(descriptor, nbytes)
+        os.pwrite(descriptor, nonce.to_bytes(8, "little"), 0)
+    except OSError as error:
+        os.close(descriptor)
+        what = f"the system gives no {format_size(nbytes)} of memory that ranks share: {error}"
+        return -1, f"{what}. Lower Budget(host=…), or allow it (ulimit -f)"
+    return descriptor, ""
 
 
 def _make_on_drive(directory: str, nbytes: int) -> tuple[int, str]:

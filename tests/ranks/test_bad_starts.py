@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
+import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import hetmem
-from hetmem.errors import HetmemError, ManageError, PeerError, StoreError
+from hetmem.errors import BudgetError, HetmemError, ManageError, PeerError, StoreError
 from hetmem.testing import ranks
 from tests.ranks.programs import Program, loss_of
 
@@ -78,6 +81,14 @@ def stories(rank: int, folder: str) -> dict[str, str]:
 
     found["two models in another order"] = told(lambda: crossed(rank))
 
+    large = hetmem.Budget(device="16MiB", host="4GiB")
+    for name, of, limit, nbytes in (
+        ("no file in memory", 0, resource.RLIMIT_FSIZE, 1 << 20),
+        ("no address space", 1, resource.RLIMIT_AS, used_bytes() + (1 << 30)),
+    ):
+        with limited(limit, nbytes) if rank == of else nullcontext():
+            found[name] = told(lambda: hetmem.manage(PROGRAM.made(), large, device="sim"))
+
     os.environ["HETMEM_RANK_TIMEOUT"] = "2"
     both = dist.new_group([0, 1])  # whose connections end with that
     found["not on all ranks"] = "" if rank else told(lambda: Trains(rank, both))
@@ -89,6 +100,20 @@ def stories(rank: int, folder: str) -> dict[str, str]:
         os.kill(os.getpid(), signal.SIGKILL)
     found["killed before a load"] = told(lambda: trains.load(f"{folder}/file"))
     return found
+
+
+def used_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+@contextmanager
+def limited(limit: int, nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, before)
 
 
 def crossed(rank: int) -> None:
@@ -114,6 +139,8 @@ def test_bad_inputs(tmp_path: Path) -> None:
         ("two models in another order", PeerError, "all ranks wait for each other. .* of another model, awaits"),
         ("other seed", PeerError, "the same: 'AdamW of .* seed=0' and 'AdamW of .* seed=1'"),
         ("other moments", PeerError, "the same: 'AdamW of moments=torch.bfloat16.* 'AdamW of moments=8bit"),
+        ("no file in memory", BudgetError, r"the system gives no 4.0. GiB .* Lower Budget\(host"),
+        ("no address space", PeerError, "rank 1 could not map the memory of the group: CapacityError: .*twice"),
         ("wrapped", ManageError, "is called by torch's DistributedDataParallel, .*: leave it out"),
         ("wrapped inside", ManageError, "the model is a DistributedDataParallel: leave it out"),
         ("not in the group", ManageError, "this process is in none of the ranks of group="),
