@@ -76,6 +76,7 @@ POINTS = {
     "tasks that update": "hetmem.optim.update_pass:Passes._update_tasks",
     "read from NVMe": "hetmem.memory.nvme_store:NvmeStore.read",
     "tell other ranks": "hetmem.ranks.waits:Waits.sign",
+    "free host memory": "hetmem.engine.ranked_writes:free_host_bytes",
     "compare with other ranks": "hetmem.engine.ranked_gradients:RankedGradients.compare",
     "come to a meeting": "hetmem.ranks.group:Ranks._come",
     "pass a turn": "hetmem.schedule.turns:RankTurns._pass",

@@ -49,6 +49,7 @@ class RankedGradients:
             self._numbers_of.setdefault(managed.chunk, []).append(number)
         self.writes = RankedWrites(ranks, runtime.chunks, runtime.traffic)
         runtime.writes.refused = self.writes.refuse_in_compute
+        runtime.writes.announced = self.writes.refuse_without_room
         machines = ranks.machines
         self._turns = RankTurns(
             ranks.rank, ranks.count, len(self._parameters), ranks.words, leaves_late=machines is not None

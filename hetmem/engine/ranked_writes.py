@@ -8,15 +8,17 @@ hashes of their private pages; each copies its share of them home, and all show 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hetmem.base.units import format_size
 from hetmem.engine.traffic import Traffic
-from hetmem.errors import PeerError
+from hetmem.errors import BudgetError, PeerError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
+from hetmem.memory.host_memory import free_host_bytes
 from hetmem.ranks.group import Ranks, not_yet
 from hetmem.schedule.trace import Tier
 
@@ -36,6 +38,27 @@ class RankedWrites:
         """The numbers of the pages that the other ranks were told of, and that are not home yet."""
         self.told: dict[PageOfHome, int] = {}
         """What they were told of last, and the hash of each page."""
+        self._announced: dict[ManagedParameter, int] = {}
+        """The weights that the program was about to write to since it has told of its writes, and their bytes."""
+        self._free_bytes = 0
+        """What the host had left for each rank as the first of them was announced."""
+
+    def refuse_without_room(self, parameters: Collection[ManagedParameter]) -> None:
+        """Raise `BudgetError` before the program writes to `parameters`, if this rank's copies of their pages would
+        take more than its part of what the host has left."""
+        if not self._announced:
+            self._free_bytes = free_host_bytes() // self._ranks.count
+        new = {managed: _bytes_of(managed) for managed in parameters if managed not in self._announced}
+        nbytes = sum(self._announced.values()) + sum(new.values())
+        if nbytes > self._free_bytes:
+            name = next((managed.name for managed in new), "weights")
+            raise BudgetError(
+                f"the program is about to write to {name}: copies of what it writes before the next backward or step, "
+                f"which each of {self._ranks.count} ranks has until then, would take {format_size(nbytes)}, and the "
+                f"machine has {format_size(self._free_bytes)} left for each. hetmem's optimizers, max_grad_norm=, "
+                f"loss_scale=, hetmem.load and hetmem.load_weights need none"
+            )
+        self._announced |= new
 
     def tell(self) -> None:
         """Tell the other ranks what the program has written, as this one comes to a backward or a step, once all have
@@ -43,6 +66,7 @@ class RankedWrites:
         words, rank, mapping = self._ranks.words, self._ranks.rank, self._ranks.pool.mapping
         steps, own = words.steps, int(words.steps[rank])
         self._ranks.waits.until(lambda: bool((steps >= own).all()), "what ranks compare in a step")
+        self._announced.clear()
         pages = self._find()
         cast = [chunk for chunk, role, _ in self._homes_of(pages) if role == Role.PARAM and Role.COMPUTE in chunk.homes]
         for chunk in cast:
@@ -188,6 +212,13 @@ class RankedWrites:
             if first <= offset < first + chunk.home_nbytes(role):
                 return _name_in(chunk, role, offset - first)
         return "the memory of the group"
+
+
+def _bytes_of(managed: ManagedParameter) -> int:
+    """Return the bytes at home that a write to a weight changes: its own, and those of its 16-bit copy."""
+    chunk = managed.chunk
+    roles = (Role.PARAM, Role.COMPUTE) if Role.COMPUTE in chunk.homes else (Role.PARAM,)
+    return managed.numel * sum(chunk.dtype_of(role).itemsize for role in roles)
 
 
 def _name_in(chunk: Chunk, role: Role, offset: int) -> str:

@@ -16,7 +16,7 @@ operators, NumPy) count no version:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain, compress
 from operator import attrgetter, is_not, ne
 from typing import NoReturn
@@ -56,6 +56,9 @@ class WriteCheck:
         """Returns the parameter, of whatever model, that a tensor is a view of, or None."""
         self.refused: Callable[[ManagedParameter], None] | None = None
         """Raises for a write by an operator to a parameter that other ranks have, too; None without others."""
+        self.announced: Callable[[Collection[ManagedParameter]], None] | None = None
+        """Raises before the program writes to parameters at home if there is no memory for this rank's copies of their
+        pages; None without other ranks."""
         self._parameters = parameters
         self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
         self._cast_at_home = {chunk for chunk in self._chunks if Role.COMPUTE in chunk.homes}

@@ -329,6 +329,8 @@ class Faults:
             try:
                 if runtime.outgoing.save is not None and written:
                     runtime.outgoing.wait_for([managed.chunk for managed in used])
+                if written and writes.announced is not None:
+                    writes.announced([managed for managed in used if self._are_among([managed], {}, written)])
                 result = func(*args, **kwargs)
                 shown = [m for m in used if self._are_among([m], {}, written) or hands_out(m.home, func, result)]
                 runtime.outgoing.wait_for([managed.chunk for managed in shown])  # it may write to that memory

@@ -56,6 +56,8 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
         interception.is_computing()  # ends what an interrupt has ended, which may have left weights bound
         runtime.outgoing.wait_for(runtime.chunks)
         _taken.setdefault(get_ident(), []).append((runtime.turn, section))
+        if runtime.writes.announced is not None:
+            runtime.writes.announced([each for each in managed[interception] if each.parameter.grad is not None])
         if not in_backward():  # an optimizer within a backward steps a part of the model
             runtime.events.begin_segment("step")
             runtime.marks.begin_step(runs)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import hetmem
-from hetmem.errors import HetmemError, ManageError, PeerError
+from hetmem import testing
+from hetmem.errors import BudgetError, HetmemError, ManageError, PeerError
 from hetmem.testing import ranks
 from tests.ranks.programs import WIDTH, Program, loss_of
 
@@ -81,6 +82,19 @@ def stories(rank: int) -> dict[str, tuple[str, str, float]]:
         found["a step that one rank lacks"] = told(trains.step)
 
     trains = Trains(rank)
+    plain, words = torch.optim.SGD(trains.model.parameters(), lr=0.1), trains.model.words.weight
+    trains.backward()
+    for name, write in (
+        ("no room for an optimizer of torch", plain.step),
+        ("no room for a function", lambda: words.mul_(0.5)),
+    ):
+        with torch.no_grad(), testing.around("free host memory", lambda *_: 256 << 10):
+            found[name] = told(write)
+    plain.step()
+    trains.optimizer.zero_grad()
+    trains.backward()
+
+    trains = Trains(rank)
     trains.backward()
     weight = trains.model.blocks[0].linear2.weight
     before = weight.detach().clone()
@@ -113,7 +127,6 @@ def stories(rank: int) -> dict[str, tuple[str, str, float]]:
         torch.nn.utils.clip_grad_norm_(trains.model.parameters(), 1e-3)
     found["a write to gradients on one"] = told(trains.step)
     found["park"] = told(lambda: hetmem.park(trains.model))
-    found["accumulate"] = told(lambda: hetmem.accumulate(trains.model, [PROGRAM.batch(0, 0, 0)], loss_of))
 
     trains = Trains(rank)
     if rank:
@@ -146,13 +159,22 @@ def test_what_differs_and_who_is_missing_is_an_error_by_name() -> None:
             "rank 1 has released its model. rank 0: a step, awaits a step of AdamW, after 1 backwards and 0 steps",
         ),
         ("a write by NumPy on one", PeerError, "other values to blocks.0.linear2.weight on rank 1 than on rank 0"),
+        (
+            "no room for an optimizer of torch",
+            BudgetError,
+            "about to write to words.weight: .* each of 2 ranks .* would take .* 128.00 KiB left for each.*hetmem.load",
+        ),
+        (
+            "no room for a function",
+            BudgetError,
+            "write to words.weight: .* would take 257.50 KiB, and the machine has 128.00 KiB left",
+        ),
         ("other values", PeerError, "other values to blocks.1.norm2.bias on rank 1 than on rank 0"),
         ("a write to gradients on one", PeerError, r"other values to .*\.grad on rank 1 than on rank 0"),
         ("other gradients of the program", PeerError, "the same: 'words.weight.grad with a hash of"),
         ("a write in a forward", ManageError, "a write of the program to odd.weight within a forward is not possible"),
         ("a write in a backward", ManageError, "a write of the program to odd.bias within a backward is not possible"),
         ("park", ManageError, "hetmem.park is not possible for a group"),
-        ("accumulate", ManageError, "hetmem.accumulate is not possible"),
         ("a release", PeerError, "rank 1 has released its model. rank 0: a backward, awaits"),
         ("killed", PeerError, "rank 1 has died or ended. rank 0: a backward, awaits .*, after 2 backwards and 1 steps"),
     ):
