@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hetmem
-from hetmem.planner import DEFAULT_HARDWARE, load_profile
+from hetmem.planner import load_profile
 from hetmem.planner.plan import PlanError
 from hetmem.planner.ranked import RanksPlan
 from hetmem.testing import ranks
@@ -78,7 +78,7 @@ def test_the_terms_are_those_of_the_design() -> None:
     assert four.peak_bytes == one.peak_bytes
     share = four.terms["host_memory"] / one.terms["host_memory"]
     assert share == pytest.approx(four.host_bytes / one.host_bytes)
-    profile = load_profile(DEFAULT_HARDWARE)
+    profile = load_profile("h100")
     rate = profile.host.traffic_bytes_per_second
     measured = replace(
         profile, host=replace(profile.host, ranks_copy_bytes_per_second=rate)
