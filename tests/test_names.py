@@ -47,7 +47,7 @@ PUBLIC = {
     "max_grad_norm loss_scale real moments stochastic_rounding inference new_tokens activations frozen others",
     "plan_optimizer": "build_model budget hardware ranks machines offloaded",
     "plan_ranks": "build_model batch ranks budget hardware loss mixed_precision chunk_bytes micro_batches "
-    "checkpointing max_grad_norm loss_scale real machines network",
+    "checkpointing overlap max_grad_norm loss_scale real machines network",
     "progress": "model",
     "release": "module",
     "report": "model",

@@ -32,8 +32,8 @@ from hetmem.placing.frozen import Frozen, choose_codings, refuse_infinite, refus
 from hetmem.placing.taken import TakenOver
 from hetmem.schedule.formats import Coding
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, ChunkSpec, Layout, ParameterSpec, used_ends
-from hetmem.schedule.placement import Capacities, Ground, NoRoom, loaned_bytes, survey
-from hetmem.schedule.staging import MOST_ROLES, staging_slots
+from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
+from hetmem.schedule.staging import MOST_ROLES
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -271,11 +271,10 @@ def build_memory(
             host_pool, store = ranks.pool, ranks.drive
             pins.append(ranks.leave)
         pins.append(host_pool.mapping.share_with_children)
-        loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
+        loaned = loaned_bytes(capacities, ground.staging_bytes)
         loaned *= moves_activations and ground.uses_nvme  # otherwise host memory has room for all homes
         host_pool.for_loans_bytes = loaned + ground.aside_bytes
-        staging = ground.staging_slots if joined is None else _staging_of_each(ground, most // joined.count)
-        host_pool.reserve_staging(ground.staging_slot_bytes, staging)
+        host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
         slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
         memory = Memory(
             ground.layout,
@@ -288,7 +287,7 @@ def build_memory(
             store,
             limits.nvme_bytes,
             sum(buffer.numel() * buffer.itemsize for buffer in module.buffers()),
-            staging,
+            ground.staging_slots,
             mixed_precision,
             pins,
             ground.resident,
@@ -318,15 +317,7 @@ def build_memory(
 def _of_all(capacities: Capacities, joined: JoinedRanks) -> Capacities:
     """Return the capacities that all ranks have: the device of the smallest, the host memory that rank 0 sees."""
     found = joined.exchange(capacities)
-    return replace(found[0], device_bytes=min(each.device_bytes for each in found), in_host=True)
-
-
-def _staging_of_each(ground: Ground, host_bytes: int) -> int:
-    """Return the slots of the staging ring of one of several ranks, whose part of host memory is `host_bytes`."""
-    if not ground.staging_slots:
-        return 0
-    spans = [chunk.span for chunk in ground.layout.chunks if chunk.index not in ground.unstaged]
-    return staging_slots(spans, host_bytes // ground.staging_slot_bytes, ground.staging_slot_bytes)
+    return replace(found[0], device_bytes=min(each.device_bytes for each in found), ranks=joined.count)
 
 
 def _device_bytes(limits: Limits, device: Device) -> int:

@@ -179,6 +179,7 @@ def plan_ranks(
     chunk_bytes: int | str | None = None,
     micro_batches: int | None = None,
     checkpointing: bool = False,
+    overlap: OverlapName = "off",
     max_grad_norm: float | None = None,
     loss_scale: float | Literal["dynamic"] | None = None,
     real: bool = False,
@@ -187,10 +188,10 @@ def plan_ranks(
 ) -> RanksPlan:
     """Plan a step of `ranks` ranks on each of `machines` that train one model, as `manage` does under torchrun.
 
-    `batch` and `micro_batches` are those of one rank, and `budget` is as for `manage`: `host` of each machine, `device`
-    of each rank. `network`: what a machine gets from others in a second, in bytes or as in "50GB/s"; for several
-    machines only. Other arguments, and errors, are those of `plan`; what a group of ranks does not have yet is a
-    `PlanError`.
+    `batch` and `micro_batches` are those of one rank, and `budget` is as for `manage`: `host` and `nvme` of each
+    machine, `device` of each rank. `network`: what a machine gets from others in a second, in bytes or as in "50GB/s";
+    for several machines only. Other arguments, and errors, are those of `plan`; what a group of ranks does not have yet
+    is a `PlanError`.
     """
     refuse_budget(budget)
     profile, limits = profile_of(hardware), (budget or Budget()).limits()
@@ -201,7 +202,9 @@ def plan_ranks(
         ranks,
         chunk_bytes=None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes"),
         micro_batches=micro_batches,
+        nvme_directories=tuple(map(str, limits.nvme_directories)),
         checkpointing=checkpointing,
+        overlap=overlap,
         max_grad_norm=max_grad_norm,
         loss_scale=loss_scale,
         real=real,
@@ -218,11 +221,24 @@ def plan_ranks_within(
     *,
     machines: int = 1,
     network: int | str | None = None,
+    nvme_directories: tuple[str, ...] = (),
     **options: Any,
 ) -> RanksPlan:
     """Plan as `plan_ranks` does, with `capacities` in bytes. `options` are keywords of `plan`."""
-    refuse_options(options, frozen=call.frozen, nvme_bytes=capacities.nvme_bytes)
-    rank = plan_within(call, replace(capacities, in_host=True), hardware, compares=False, **options)
+    refuse_options(options, frozen=call.frozen, nvme_directories=len(nvme_directories))
+    of_all = replace(capacities, ranks=ranks) if type(ranks) is int and ranks > 0 else capacities  # else: `of_ranks`
+    rank = plan_within(call, of_all, hardware, nvme_directories=nvme_directories, compares=False, **options)
+    if rank.peak_bytes["nvme"] and options.get("overlap") == "forward":  # a step ends when its states are in the file
+        return plan_ranks_within(
+            call,
+            capacities,
+            hardware,
+            ranks,
+            machines=machines,
+            network=network,
+            nvme_directories=nvme_directories,
+            **{**options, "overlap": "backward"},
+        )
     rate = (
         None
         if network is None

@@ -304,7 +304,7 @@ def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) 
     padding = 1 / (1 - ground.layout.waste) if ground is not None else 1.0
     widest = max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
     copies = ground.slot_bytes * (4 + max(chunk.span for chunk in ground.chunks)) if ground is not None else widest
-    apart = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
+    apart = ground.staging_bytes if ground is not None else 0
     apart += sum(best.arrangement.set_aside) if best is not None else 0
     homes, there = (padding * state_bytes(workload, how) for how in (asked.updating, AS_IT_IS))
     saved, beside = workload.saved_bytes, workload.peak_live_bytes - workload.saved_bytes

@@ -21,12 +21,14 @@ _NAMES = {
     "device_to_host": "device to host",
     "host_memory": "host memory",
     "update": "optimizer update",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
     "network": "network",
 }
+_OF_A_DRIVE = ("nvme_read", "nvme_write")
 _WHOLE = 4
 """Up to so many machines each gets the sums of all others whole, as in hetmem.ranks.machines."""
 _NOT_YET = {
-    "overlap": "off",
     "moments": "float32",
     "stochastic_rounding": False,
     "activations": "keep",
@@ -42,13 +44,14 @@ _NOT_YET = {
 class RanksPlan:
     """The predicted step of `ranks` ranks on each of `machines` machines over one model. Bytes and seconds.
 
-    `rank`: the plan of one of them as if it were alone, with all homes in host memory; its `budget` is that of the
-    group: `device` of each rank, `host` of a machine. `peak_bytes`: "device" of each rank, "host" of a machine.
+    `rank`: the plan of one of them as if it were alone, with all homes in host memory, but states on NVMe that it has
+    no room for; its `budget` is that of the group: `device` of each rank, `host` and `nvme` of a machine. `peak_bytes`:
+    "device" of each rank, "host" and "nvme" of a machine.
     `host_bytes`: what host memory reads and writes in a step. `network_bytes`: what a machine gets from the others in a
-    step, beside its backwards. `terms`: the busy seconds of each resource of a rank, and of the host's memory and the
-    network, which the ranks of a machine share; `binding` names the largest. `compute_bound_tokens`: about the tokens
-    (or rows) of a rank's batch from which on compute binds. `better`: a sentence that names a tool for models whose
-    states fit the GPUs; "" for this one.
+    step, beside its backwards. `terms`: the busy seconds of each resource of a rank, and of the host's memory, the
+    drive and the network, which the ranks of a machine share; `binding` names the largest. `compute_bound_tokens`:
+    about the tokens (or rows) of a rank's batch from which on compute binds. `better`: a sentence that names a tool for
+    models whose states fit the GPUs; "" for this one.
     """
 
     ranks: int
@@ -74,7 +77,7 @@ class RanksPlan:
             f"{rank.model}: {count(rank.parameters)} parameters, {self.ranks} ranks{self._places()}, "
             f"{rank.tokens} {kind} a batch each, {rank.hardware}",
             f"peaks: {format_size(self.peak_bytes['device'])} on the device of each rank, "
-            f"{format_size(self.peak_bytes['host'])} of the machine's host memory, which they share",
+            f"{format_size(self.peak_bytes['host'])} of the machine's host memory{self._drive()}, which they share",
             f"step: {format_seconds(self.step_seconds)}, {self._speed(kind)} in all; {_NAMES[self.binding]} binds",
             "terms: " + ", ".join(f"{_NAMES[name]} {format_seconds(seconds)}" for name, seconds in self.terms.items()),
             f"host memory reads and writes {format_size(self.host_bytes)} in a step: weights for each rank, sums of "
@@ -95,6 +98,10 @@ class RanksPlan:
 
     __repr__ = __str__
 
+    def _drive(self) -> str:
+        nbytes = self.peak_bytes["nvme"]
+        return f" and {format_size(nbytes)} of its NVMe" if nbytes else ""
+
     def _places(self) -> str:
         return f" on each of {self.machines} machines" if self.machines > 1 else ""
 
@@ -104,10 +111,10 @@ class RanksPlan:
         return f"{count(tokens / self.step_seconds)} {kind}/s"
 
 
-def refuse_options(options: dict[str, Any], *, frozen: object, nvme_bytes: int) -> None:
+def refuse_options(options: dict[str, Any], *, frozen: object, nvme_directories: int) -> None:
     """Raise `PlanError` for options that a group of ranks does not have yet."""
     asked = [f"{name}={options[name]!r}" for name, value in _NOT_YET.items() if options.get(name, value) != value]
-    asked += ["frozen="] * (frozen is not None) + ["NVMe"] * (nvme_bytes > 0)
+    asked += ["frozen="] * (frozen is not None) + ["several NVMe directories"] * (nvme_directories > 1)
     if asked:
         raise PlanError(f"a plan of several ranks does not have {', '.join(asked)} yet: see docs/ranks.md")
 
@@ -122,16 +129,19 @@ def of_ranks(
             raise PlanError(f"{name} must be a whole number of at least 1, got {number!r}")
     if (network is None) != (machines == 1):
         raise PlanError("a plan of several machines needs network=, the bytes a second that each gets, and none of one")
-    peaks = {tier: rank.peak_bytes[tier] for tier in ("device", "host")}
+    peaks = {tier: rank.peak_bytes[tier] for tier in ("device", "host", "nvme")}
     if not rank.fits or rank.step_seconds is None:
         return RanksPlan(ranks, rank, False, peaks, 0, {}, None, None, None, "", machines)
     link_in, out = (rank.link_bytes.get(name, 0) for name in ("host_to_device", "device_to_host"))
     once = out // rank.micro_batches  # the gradients of one backward; all but the first of a step are added
     sums = once * (2 * ranks * rank.micro_batches - 1)
-    updates = rank.role_bytes["host"].get("exp_avg", 0) * _UPDATE_TRAFFIC
+    moments = sum(rank.role_bytes[tier].get("exp_avg", 0) for tier in ("host", "nvme"))
+    updates = moments * _UPDATE_TRAFFIC
+    updates += sum(rank.link_bytes.get(name, 0) for name in _OF_A_DRIVE)  # to and from staging
     updates += rank.role_bytes["host"].get("compute", 0)
     host, rate = ranks * link_in + sums, hardware.host.ranks_traffic_bytes_per_second
-    terms = {name: rank.terms.get(name, 0.0) for name in _NAMES if name != "network"}
+    uses = {name: name not in _OF_A_DRIVE or rank.peak_bytes["nvme"] > 0 for name in _NAMES if name != "network"}
+    terms = {name: rank.terms.get(name, 0.0) for name, used in uses.items() if used}
     sent = 0
     if network is not None:
         others = machines - 1
@@ -141,9 +151,12 @@ def of_ranks(
     if ranks > 1:  # what is added comes to the device before
         terms["host_to_device"] += once / hardware.host_to_device.bytes_per_second
     terms["host_memory"] = (host + updates) / rate
-    alone = rank.step_seconds - terms["update"]
-    passes = max(alone, terms["host_to_device"], host / rate)
-    seconds = passes + max(terms["update"], updates / rate)
+    behind = max(terms.get(name, 0.0) for name in ("update", *_OF_A_DRIVE))
+    if rank.optimizer.get("overlap"):
+        passes = seconds = max(rank.step_seconds, *terms.values())
+    else:
+        passes = max(rank.step_seconds - behind, terms["host_to_device"], host / rate)
+        seconds = passes + max(behind, updates / rate)
     seconds += max(0.0, terms.get("network", 0.0) - passes / 2)  # backwards take half of the passes at least
     longest = max(value for name, value in terms.items() if name != "compute")
     bound = math.ceil(rank.tokens * longest / terms["compute"]) if terms["compute"] else None

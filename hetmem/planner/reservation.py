@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetmem.base.units import format_size, round_down, round_up
+from hetmem.cpu.norm import sums_nbytes
 from hetmem.errors import BudgetError
 from hetmem.planner.workload import AS_IT_IS, Updating, Workload
 from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.gradients import more_aside, set_aside
-from hetmem.schedule.layout import used_ends
+from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, used_ends
 from hetmem.schedule.placement import (
     PAGE_BYTES,
     Candidate,
@@ -42,6 +43,10 @@ OWN = ("param", "grad", "exp_avg", "exp_avg_sq")
 """The roles that every trained chunk needs."""
 
 
+_IN_HOST = ("param", "grad")
+"""The roles that ranks keep in host memory alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     """Where the roles of the chunks of `ground` live. `homes[role][chunk]` is a tier; roles a chunk lacks are absent.
@@ -66,6 +71,8 @@ class Arrangement:
     """The peak of offloaded activations in host memory and on NVMe together."""
     spilled_bytes: int = 0
     """The part of `away_bytes` that lies on NVMe."""
+    squares_bytes: int = 0
+    """Sums of squares that ranks share, for the norm of gradients."""
 
     def __hash__(self) -> int:
         return hash((self.numels, self.set_aside, len(self.lent), self.spilled_bytes))  # `homes`, of dicts, has no hash
@@ -114,7 +121,8 @@ class Arrangement:
             found["grad"] = found.get("grad", 0) + sum(aside) - sum(map(self._gradient_bytes, self.lent_on(tier)))
         if tier is Tier.HOST:
             found["activations"] = self.away_bytes - self.spilled_bytes
-            found["staging"] = self.ground.staging_slots * self.ground.staging_slot_bytes
+            found["staging"] = self.ground.staging_bytes
+            found["squares"] = self.squares_bytes
         if tier is Tier.NVME:
             found["activations"] = self.spilled_bytes
         return {role: nbytes for role, nbytes in found.items() if nbytes}
@@ -134,7 +142,8 @@ def ground_of(
 ) -> Ground:
     """Return the chunks, slots and staging of a managed run of `workload`: by default those of `manage`, which knows of
     no optimizer. `sums` as for `arrange`. Raises `NoRoom`."""
-    lends, narrow = how.lends, how.overlapped and how.needs_all and not sums
+    lends = how.lends and not capacities.ranks  # whose gradients have homes
+    narrow = how.overlapped and how.needs_all and not (sums or capacities.ranks)
     ground = survey(
         workload.parameters,
         workload.compute_itemsizes,
@@ -166,10 +175,11 @@ def arrange(
         capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
     ground = ground_of(workload, capacities, chunk_bytes, how, sums=sums)
     roles = [role for role in OWN if role != "grad" or workload.mixed_precision or not ground.resident]
-    lends = how.lends and not ground.resident
-    loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
+    lends = how.lends and not ground.resident and not capacities.ranks
+    loaned = loaned_bytes(capacities, ground.staging_bytes)
     loaned *= ground.uses_nvme and workload.away_bytes > 0
-    smaller = replace(capacities, host_bytes=capacities.host_bytes - loaned)
+    squares = _squares_bytes(ground, len(workload.parameters)) if capacities.ranks > 1 and how.needs_all else 0
+    smaller = replace(capacities, host_bytes=capacities.host_bytes - loaned - squares)
     homes, left, set_apart = _homes(ground, smaller, roles, lends=lends)
     spilled = 0
     if capacities.nvme_bytes and workload.away_bytes:
@@ -192,7 +202,15 @@ def arrange(
         more_aside(there, ()) if lends else (),
         workload.away_bytes,
         spilled,
+        squares,
     )
+
+
+def _squares_bytes(ground: Ground, parameters: int) -> int:
+    """Return the bytes of the sums of squares of chunks with trained ones of so many `parameters`."""
+    sizes = [ground.layout.home_bytes(ground.chunks[at]) // ground.itemsize for at in ground.trainable]
+    most = [min(parameters, size // ALIGNMENT_ELEMENTS) for size in sizes]
+    return sum(round_up(sums_nbytes(*each), PAGE_BYTES) for each in zip(sizes, most, strict=True))
 
 
 def _check_room(left: int, workload: Workload, tier: Tier) -> None:
@@ -283,11 +301,10 @@ def _homes(
     if ground.resident:
         on_device = {role: dict.fromkeys(owners[role], Tier.DEVICE) for role in roles}
         return on_device, Room(round_down(capacities.host_bytes, PAGE_BYTES), 0), ()
-    staging_bytes = ground.staging_slots * ground.staging_slot_bytes
-    host = round_down(capacities.host_bytes, PAGE_BYTES) - staging_bytes
+    host = round_down(capacities.host_bytes, PAGE_BYTES) - ground.staging_bytes
     room = Room(host - ground.aside_bytes, capacities.nvme_bytes if ground.uses_nvme else 0)
     homes: dict[str, dict[int, Tier]] = {}
-    short, set_apart = False, tuple[int, ...]()
+    short, lacking, set_apart = False, "", tuple[int, ...]()
     staying = [chunk for chunk in ground.staying if not ground.missing_bytes]
     room = replace(room, host_bytes=room.host_bytes - _owed(ground, ()))  # what chunks never staged take of it
     for role in OWN:
@@ -300,10 +317,11 @@ def _homes(
             set_apart = set_aside((ground.home_bytes(chunk, "arriving") for chunk in owning), room.host_bytes)
             room = replace(room, host_bytes=room.host_bytes - sum(set_apart))
         else:
+            within = replace(room, nvme_bytes=0) if capacities.ranks and role in _IN_HOST else room
             try:
-                tiers = place([ground.home_bytes(chunk, role) for chunk in owning], room, role)
+                tiers = place([ground.home_bytes(chunk, role) for chunk in owning], within, role)
             except BudgetError:
-                tiers, short = [], True
+                tiers, short, lacking = [], True, lacking or role
             placed = dict(zip(owning, tiers, strict=False))
             homes[role] |= placed
             room = _left(ground, role, placed, room)
@@ -317,7 +335,11 @@ def _homes(
         lasting = [role for role in OWN if not (role == "grad" and lends)]
         states = sum(set_apart) + sum(ground.home_bytes(chunk, role) for role in lasting for chunk in owners[role])
         where, missing = Tier.HOST, ground.missing_bytes
-        if ground.uses_nvme:  # chunks do not fill host memory to the last byte: more is missing than the difference
+        if capacities.ranks and (lacking in _IN_HOST or not ground.uses_nvme):
+            least = _IN_HOST if ground.uses_nvme else lasting
+            there = sum(ground.home_bytes(chunk, role) for role in least for chunk in owners[role])
+            missing = there + ground.staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
+        elif ground.uses_nvme:  # chunks do not fill host memory to the last byte: more is missing than the difference
             ample = replace(capacities, nvme_bytes=capacities.nvme_bytes + 2 * ground.state_bytes)
             ample_homes, _, _ = _homes(replace(ground, missing_bytes=0), ample, roles, lends=lends)
             needed = (ground.home_bytes(c, role) for role, at in ample_homes.items() for c in at if at[c] is Tier.NVME)

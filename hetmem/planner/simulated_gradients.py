@@ -71,9 +71,9 @@ class SimulatedGradients:
         """By chunk, the parameters whose sum may be made on the device, and is not complete."""
         traffic.send_sums, traffic.send_gathered = self._send_all_sums, self.send_all_gathered
 
-    def begin(self, *, measured: bool) -> None:
-        """Begin a backward, which may be `measured`."""
-        self.gathers = not (measured or self._turns)
+    def begin(self, *, alone: bool) -> None:
+        """Begin a backward. `alone`: each gradient is sent by itself."""
+        self.gathers = not (alone or self._turns)
         self._came.clear()
         self._open.clear()
         for parameter, count in self._expected.items() if self._turns else ():

@@ -172,7 +172,7 @@ class Rehearsal:
                 if self._blocks:
                     blocks = set(map(self._block_of, range(len(self.arrangement.chunk_of))))
                     self._notes.all_at_once(blocks)
-                    self._sink.begin(measured=self._notes.measured)
+                    self._sink.begin(alone=self._notes.measured or self._notes.capacities.ranks > 0)
                 self._traffic.gradients.complete.begin()
                 self._sink.prepare_sums(self._begun)
             case Kind.USE | Kind.SAVED if self._blocks:
@@ -230,7 +230,10 @@ class Rehearsal:
 
     def _send(self, parameter: int) -> None:
         """Send the gradient of `parameter` home, or count it where it stays on the device."""
-        device_bytes = self.arrangement.elements[parameter] * self._workload.compute_itemsizes[parameter]
+        itemsize = self._workload.compute_itemsizes[parameter]
+        if self._notes.capacities.ranks:  # which divide it in the dtype of its home
+            itemsize = self.arrangement.ground.itemsize
+        device_bytes = self.arrangement.elements[parameter] * itemsize
         if not self.arrangement.ground.resident:
             self._sink.send(parameter, device_bytes)
         elif not self._blocks and parameter not in self._sink.arrivals:
@@ -290,7 +293,7 @@ class Rehearsal:
         arrangement = self.arrangement
         if (
             self._how.on_host_only
-            or self._notes.capacities.in_host
+            or self._notes.capacities.ranks
             or arrangement.ground.resident
             or not self._blocks
             or not self._notes.knows_a_backward()

@@ -183,8 +183,8 @@ class SharedPool(HostPool):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that homes of the group took, none of which is given back."""
-        return self.reserved_bytes
+        """The most bytes that homes of the group, none of which is given back, and staging of all ranks took."""
+        return self.reserved_bytes + self._staging_bytes
 
     @peak_bytes.setter
     def peak_bytes(self, nbytes: int) -> None:

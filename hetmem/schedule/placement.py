@@ -24,7 +24,7 @@ from hetmem.schedule.layout import (
     search_chunk_elements,
 )
 from hetmem.schedule.layout import PAGE_BYTES as PAGE_BYTES
-from hetmem.schedule.staging import STAGED_ROLES, never_staged
+from hetmem.schedule.staging import STAGED_ROLES, never_staged, staging_slots
 from hetmem.schedule.trace import Tier
 
 COPY_BYTES = 2
@@ -57,8 +57,8 @@ DEVICE_SHARE = 0.5
 class Capacities:
     """Hard limits in bytes. `device_chunk_bytes` limits what chunks take of the device (None: all of it).
     `home_copies`: whether 16-bit copies have homes; None: if host memory has room for them beside gradients and three
-    states, the most that torch's optimizers keep. `in_host`: whether homes are in host memory alone, as ranks share
-    them."""
+    states, the most that torch's optimizers keep. `ranks`: how many share the homes, which are in host memory then,
+    states also on NVMe; 0 in one process."""
 
     device_bytes: int
     host_bytes: int
@@ -67,7 +67,7 @@ class Capacities:
     device_fragment_bytes: int = 0
     """What an allocator of the device cannot use."""
     home_copies: bool | None = None
-    in_host: bool = False
+    ranks: int = 0
 
     @property
     def usable_bytes(self) -> int:
@@ -116,6 +116,7 @@ class Ground:
     device_slots: int
     uses_nvme: bool
     staging_slots: int
+    """Slots of a staging ring, of which each rank has one."""
     unstaged: frozenset[int]
     """Chunks with all homes in host memory, as staging them would take as much: see `schedule.staging`."""
     copied: frozenset[int]
@@ -133,6 +134,8 @@ class Ground:
     """Whether gradients at home keep the dtype in which autograd makes them."""
     moments: str = "float32"
     """The format of each moment: see `planner.workload.Updating`."""
+    rings: int = 1
+    """How many ranks share the homes, or one process."""
 
     @property
     def is_whole(self) -> bool:
@@ -148,6 +151,11 @@ class Ground:
     def staging_slot_bytes(self) -> int:
         """Bytes of a slot of the staging ring."""
         return self.layout.chunk_elements * self.itemsize
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging rings of all ranks."""
+        return self.rings * self.staging_slots * self.staging_slot_bytes
 
     @property
     def chunks(self) -> tuple[ChunkSpec, ...]:
@@ -274,7 +282,7 @@ def survey(
     least_slots = min(total, _LEAST_SLOTS + max(spans.values()))
     coded = any(spec.coded_bytes for spec in specs)  # operators need values beside the codes, a few at a time
     whole = states + (least_slots if coded else total * copies) * slot_bytes
-    in_host = capacities.in_host
+    in_host, rings = capacities.ranks > 0, max(1, capacities.ranks)
     fits = fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes) and not in_host
     resident, in_codes = fits and not coded, fits and coded
     if not resident:
@@ -287,25 +295,27 @@ def survey(
     trained_sizes = [role_sizes[index] for index in sorted(with_states)]
     most = states + copy_bytes + sum(trained_sizes)  # a third state, of other optimizers
     copied = not fits and (most <= host_bytes if capacities.home_copies is None else capacities.home_copies)
-    unstaged, staging = frozenset[int](), 0
+    unstaged, staging, slot = frozenset[int](), 0, elements * itemsize
     if uses_nvme:
-        host_slots = round_down(host_bytes, PAGE_BYTES) // (elements * itemsize)
-        unstaged, staging = never_staged(spans, with_states, host_slots, elements * itemsize)
-        _check_staging(layout, staging, elements * itemsize, host_bytes, specs)
+        host_slots = round_down(host_bytes, PAGE_BYTES) // slot
+        unstaged, staging = never_staged(spans, with_states, host_slots, slot)
+        if rings > 1:
+            staging = staging_slots([spans[index] for index in spans.keys() - unstaged], host_slots // rings, slot)
+        _check_staging(layout, rings * staging, slot, host_bytes, specs)
     if third_state and capacities.nvme_bytes > 0 and not (fits or uses_nvme) and most - copy_bytes > host_bytes:
         least = (STAGED_ROLES + 1) * max(spans.values())
-        if states + copy_bytes * copied + least * elements * itemsize <= host_bytes:
+        if states + copy_bytes * copied + rings * least * slot <= host_bytes:
             uses_nvme, staging = True, least
     gradients = [spans[index] * elements * arriving[index] for index in with_states - unstaged]
-    beside_staging = host_bytes - staging * elements * itemsize
-    aside = sum(set_aside(gradients, beside_staging // _ASIDE)) if uses_nvme else 0
+    beside_staging = host_bytes - rings * staging * slot
+    aside = sum(set_aside(gradients, beside_staging // _ASIDE)) if uses_nvme and not in_host else 0
     if beside_staging - aside + capacities.nvme_bytes < sum(role_sizes.values()) + 2 * max(role_sizes.values()):
         aside = 0  # weights need all the room
     device = min(cap, capacities.usable_bytes - beside_bytes)
     device -= least_slots * slot_bytes
 
     def stay(roles: float, *, lends: bool) -> tuple[frozenset[int], int]:
-        missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
+        missing = states + copy_bytes * bool(capacities.home_copies) + staging * slot
         missing -= round_down(host_bytes, PAGE_BYTES)
         missing -= int((STAGED_ROLES - roles) * sum(trained_sizes))
         if lends:
@@ -344,6 +354,7 @@ def survey(
         host_bytes if uses_nvme else min(host_bytes, most + most // PIECE_BYTES * max(role_sizes.values())),
         arriving,
         aside,
+        rings=rings,
     )
 
 

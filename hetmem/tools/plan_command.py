@@ -227,6 +227,7 @@ def _planned(options: argparse.Namespace, begin: Callable[[str], None]) -> int:
                 options.ranks,
                 machines=options.machines or 1,
                 network=options.network,
+                nvme_directories=tuple(options.nvme_dir or ()),
                 on_stage=begin,
                 **how,
             )

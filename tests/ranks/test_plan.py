@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,10 +50,10 @@ def planned(count: int, budget: hetmem.Budget = BUDGET, **options: Any) -> Ranks
     return hetmem.plan_ranks(Model, batch(0), count, budget, **options)
 
 
-def peaks(rank: int, budget: dict[str, Any], chunk_bytes: int) -> dict[str, int]:
+def peaks(rank: int, budget: dict[str, Any], chunk_bytes: int, options: dict[str, Any]) -> dict[str, int]:
     limits = hetmem.Budget(**budget)
     model = hetmem.manage(Model(), limits, device="sim", chunk_bytes=chunk_bytes, mixed_precision=torch.bfloat16)
-    optimizer = hetmem.AdamW(model.parameters())
+    optimizer = hetmem.AdamW(model.parameters(), **options)
     for _ in range(3):
         model(batch(rank)).backward()
         optimizer.step()
@@ -62,12 +63,28 @@ def peaks(rank: int, budget: dict[str, Any], chunk_bytes: int) -> dict[str, int]
     return found
 
 
-def test_peaks_are_those_of_a_run() -> None:
-    plan = planned(2)
+@pytest.mark.parametrize(
+    ("count", "host", "options"),
+    [
+        (2, "64MiB", {}),
+        pytest.param(2, "64MiB", {"overlap": "backward"}, marks=pytest.mark.nightly),
+        pytest.param(4, "64MiB", {"overlap": "forward", "max_grad_norm": 1.0}, marks=pytest.mark.nightly),
+        *(
+            pytest.param(count, "4864KiB", options, marks=pytest.mark.nightly)
+            for count in (2, 4)
+            for options in ({}, {"overlap": "backward"})
+        ),
+    ],
+)
+def test_peaks_are_those_of_a_run(count: int, host: str, options: dict[str, Any], tmp_path: Path) -> None:
+    drive = {"nvme": "64MiB", "nvme_dir": str(tmp_path)} if host == "4864KiB" else {}
+    plan = planned(count, hetmem.Budget(device="2MiB", host=host, device_chunks="1MiB", **drive), **options)
+    assert bool(drive) == bool(plan.peak_bytes["nvme"])
     budget = {**plan.rank.budget_bytes, "device_chunks": plan.rank.device_chunks, "home_copies": plan.rank.home_copies}
-    budget["nvme"] = None
-    for found in ranks(2, peaks, budget, plan.rank.chunk_bytes):
+    budget |= {"nvme_dir": str(tmp_path)} if drive else {"nvme": None}
+    for found in ranks(count, peaks, budget, plan.rank.chunk_bytes, options):
         assert found["host"] == plan.peak_bytes["host"], "one copy of all homes, whatever the number of ranks"
+        assert found["nvme"] == plan.peak_bytes["nvme"]
         assert abs(found["device"] - plan.peak_bytes["device"]) <= 0.03 * found["device"]
 
 
@@ -117,7 +134,12 @@ def test_what_fits_the_gpus_is_sent_elsewhere_and_what_a_group_has_not_is_refuse
     assert "better tool" not in texts[0]
     assert "FSDP2 (fully_shard) is the better tool" in " ".join(texts[1].split())
     assert "DistributedDataParallel is the better tool" in " ".join(texts[2].split())
-    with pytest.raises(PlanError, match="does not have NVMe yet"):
-        planned(2, hetmem.Budget(device="2MiB", host="64MiB", nvme="1GiB", nvme_dir="/tmp"))
+    with pytest.raises(PlanError, match="does not have several NVMe directories yet"):
+        planned(2, hetmem.Budget(device="2MiB", host="64MiB", nvme="1GiB", nvme_dir=["/tmp", "/var/tmp"]))
+    for drive, at_least in (({}, 5 << 20), ({"nvme": "64MiB", "nvme_dir": "/tmp"}, 5 << 19)):
+        short = planned(2, hetmem.Budget(device="2MiB", host="2MiB", **drive))
+        missing = short.rank.missing_bytes["host"]
+        assert not short.fits and at_least <= (2 << 20) + missing <= at_least + (2 << 20)
+        assert planned(2, hetmem.Budget(device="2MiB", host=(2 << 20) + missing, **drive)).fits
     with pytest.raises(PlanError, match="ranks must be a whole number"):
         planned(0)
