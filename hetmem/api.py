@@ -282,7 +282,7 @@ def _agree(
     joined.together("manage the model", lambda: alike.refuse_wrapped(module))
     joined.together(
         "manage the model",
-        lambda: alike.refuse(budget, options, simulated=isinstance(accelerator, SimDevice)),
+        lambda: alike.refuse(budget, options),
     )
     joined.compare(alike.facts(module, budget, options))
     for buffer in module.buffers():

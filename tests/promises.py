@@ -97,11 +97,11 @@ PROMISES: dict[str, Mutation | str] = {
         "        self.file.read(own[1:])\n",
         "tests/checkpoint/test_resume.py::test_training_goes_on_with_the_same_bits[host to resident]",
     ),
-    "The planned peak of host memory of several ranks": Mutation(
+    "The planned peaks of host memory and NVMe of several ranks": Mutation(
         "planner/ranked.py",
         "tier: rank.peak_bytes[tier] for",
         "tier: ranks * rank.peak_bytes[tier] for",
-        "tests/ranks/test_plan.py::test_peaks_are_those_of_a_run",
+        "tests/ranks/test_plan.py::test_peaks_are_those_of_a_run[2-64MiB-options0]",
     ),
     "how long copies take change no bit": "compute before a copy has arrived",
     "A save in the background has the bytes": Mutation(

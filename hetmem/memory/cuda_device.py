@@ -276,9 +276,9 @@ class PageLocks:
     def __init__(self, cudart: Any, host: Mapping, start: int = 0) -> None:
         self._cudart, self._host, self._process = cudart, host, os.getpid()  # holds the memory until then
         self.pieces: list[range] = []
-        self.error, self.wanted_bytes = 0, host.nbytes - start
-        cuts = range(round_down(start, PIECE_BYTES) + PIECE_BYTES, host.nbytes, PIECE_BYTES)
-        for begin, end in pairwise((start, *cuts, host.nbytes)):
+        self.error, self.wanted_bytes = 0, host.memory_nbytes - start
+        cuts = range(round_down(start, PIECE_BYTES) + PIECE_BYTES, host.memory_nbytes, PIECE_BYTES)
+        for begin, end in pairwise((start, *cuts, host.memory_nbytes)):
             piece = range(host.address + begin, host.address + end)
             error = cudart.cudaHostRegister(piece.start, len(piece), _PORTABLE)
             self.error = int(getattr(error, "value", error))  # torch's enumeration, not always a number

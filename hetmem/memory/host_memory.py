@@ -161,7 +161,7 @@ class Mapping:
     cannot dangle. Large mappings ask for huge pages, which make disk transfers and updates 1.2 times faster.
     """
 
-    __slots__ = ("__weakref__", "_pages", "address", "nbytes")
+    __slots__ = ("__weakref__", "_pages", "address", "memory_nbytes", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         """Map `nbytes`. Raises ValueError for less than 1 and `CapacityError` when the address space has no room."""
@@ -179,6 +179,8 @@ class Mapping:
             with contextlib.suppress(OSError):  # a kernel built without huge pages: only slower
                 self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
+        self.memory_nbytes = nbytes
+        """Those that are no file on a drive, which can be populated and page-locked."""
         self.address = address_of(memoryview(self._pages))
 
     def populate(self, cores: Collection[int] = (), first: int = 0) -> None:
@@ -191,12 +193,12 @@ class Mapping:
         """
         threads = min(_POPULATE_THREADS, len(cores) or os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, "hetmem-populate", _stay_on, (cores,)) as pool:
-            for start in range(first, self.nbytes, _POPULATE_STEP_BYTES):
-                step = min(_POPULATE_STEP_BYTES, self.nbytes - start)
+            for start in range(first, self.memory_nbytes, _POPULATE_STEP_BYTES):
+                step = min(_POPULATE_STEP_BYTES, self.memory_nbytes - start)
                 if (left := free_host_bytes()) < step:
                     raise CapacityError(
-                        f"host memory ends: {format_size(start)} of {format_size(self.nbytes)} are populated, and the "
-                        f"machine (or a control group of this process) has {format_size(left)} left. Lower "
+                        f"host memory ends: {format_size(start)} of {format_size(self.memory_nbytes)} are populated, "
+                        f"and the machine (or a control group of this process) has {format_size(left)} left. Lower "
                         f"Budget(host=…) to at most {format_size(start + left)}, or end other programs"
                     )
                 part = round_up(-(-step // threads), _SYSTEM_PAGE_BYTES)
@@ -204,8 +206,8 @@ class Mapping:
                 for error in pool.map(lambda span: _touch(self.address + span[0], span[1]), parts):
                     if error:
                         raise CapacityError(
-                            f"cannot populate {format_size(self.nbytes)} of host memory: {os.strerror(error)}. Lower "
-                            f"Budget(host=…), or end other programs"
+                            f"cannot populate {format_size(self.memory_nbytes)} of host memory: {os.strerror(error)}. "
+                            f"Lower Budget(host=…), or end other programs"
                         )
 
     def keep_from_children(self) -> None:
@@ -237,7 +239,7 @@ class Mapping:
         the rest stays mapped for views of it, and unused."""
         if used < self.nbytes:
             self._pages.madvise(mmap.MADV_DONTNEED, used, self.nbytes - used)
-        self.nbytes = nbytes
+        self.nbytes = self.memory_nbytes = nbytes
 
     def drop(self, offset: int, nbytes: int) -> None:
         """Free the whole pages in bytes [offset, offset + nbytes), which read zeros then, also in views of them."""

@@ -39,11 +39,9 @@ def refuse_wrapped(module: torch.nn.Module) -> None:
             )
 
 
-def refuse(budget: Budget | None, options: Mapping[str, Any], *, simulated: bool) -> None:
+def refuse(budget: Budget | None, options: Mapping[str, Any]) -> None:
     """Raise `ManageError` for what a group of several ranks does not do yet."""
     limits = None if budget is None else budget.limits()
-    if limits is not None and limits.nvme_bytes and not simulated:
-        raise not_yet("Budget(nvme=…) on a GPU")
     if limits is not None and len(limits.nvme_directories) > 1:
         raise not_yet("Budget(nvme_dir=…) of several directories")
     if options["plan"] is not None:

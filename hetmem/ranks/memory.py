@@ -80,7 +80,7 @@ class SharedMapping(Mapping):
             ) from error
         with contextlib.suppress(OSError):  # a kernel without huge pages of shared memory: only slower
             self._pages.madvise(mmap.MADV_HUGEPAGE)
-        self.nbytes = sum(size for *_, size in parts)
+        self.nbytes, self.memory_nbytes = sum(size for *_, size in parts), nbytes
         self.address = address_of(memoryview(self._pages))
         self.private_address = address_of(memoryview(self._private))
 

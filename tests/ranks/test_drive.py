@@ -32,12 +32,15 @@ class Net(torch.nn.Module):
 class Job:
     """A model of some layers, each in a chunk, whose states have no room in host memory."""
 
-    def __init__(self, folder: str, width: int = WIDTH, layers: int = LAYERS, **options: Any) -> None:
+    def __init__(
+        self, folder: str, width: int = WIDTH, layers: int = LAYERS, device: str = "sim", **options: Any
+    ) -> None:
         torch.manual_seed(3)
-        self.width = width
+        self.width, self.device = width, device
         chunk = 4 * width * width
+        room = 1 << 20 if device == "sim" else 64 << 20
         budget = hetmem.Budget(
-            device=2 * layers * chunk + (1 << 20),
+            device=2 * layers * chunk + room,
             device_chunks=12 * chunk,
             host=chunk * (2 * layers + 36),
             nvme=8 * chunk * layers,
@@ -45,13 +48,14 @@ class Job:
         )
         self.mixed = options.pop("mixed_precision", None)
         self.model = hetmem.manage(
-            Net(width, layers), budget, device="sim", chunk_bytes=chunk, mixed_precision=self.mixed
+            Net(width, layers), budget, device=device, chunk_bytes=chunk, mixed_precision=self.mixed
         )
         self.optimizer = hetmem.AdamW(self.model.parameters(), lr=1e-2, **options)
 
     def batch(self, step: int, rank: int) -> torch.Tensor:
         made = torch.randn(8, self.width, generator=torch.Generator().manual_seed(10 * step + rank))
-        return made if self.mixed is None else made.to(self.mixed)
+        made = made if self.mixed is None else made.to(self.mixed)
+        return made if self.device == "sim" else made.to(self.device)
 
     def step(self, number: int, batches: list[int]) -> None:
         self.optimizer.zero_grad()
