@@ -50,7 +50,7 @@ def on_a_drive(rank: int, folder: str) -> list[list[Tensor]]:
     return trained_on_a_drive(rank, 2, folder, ON_A_DRIVE)
 
 
-def test_states_on_nvme_are_those_of_one_process_and_no_page_of_the_drive_is_page_locked(tmp_path: Path) -> None:
+def test_states_on_nvme_are_those_of_one_process(tmp_path: Path) -> None:
     found = ranks(2, on_a_drive, str(tmp_path))
     torch.set_num_threads(1)
     alone = trained_on_a_drive(-1, 2, str(tmp_path), [{**run, "overlap": "off"} for run in ON_A_DRIVE])

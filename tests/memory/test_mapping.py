@@ -7,11 +7,22 @@ import gc
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hetmem.errors import CapacityError
-from tests.memory.tested import GIB, MIB, PAGE_BYTES, Mapping, address_of, untouched
+from tests.memory.tested import (
+    GIB,
+    MIB,
+    PAGE_BYTES,
+    Mapping,
+    SharedMapping,
+    address_of,
+    cuda_device,
+    make_file,
+    untouched,
+)
 
 
 def resident_bytes(mapping: Mapping) -> int:
@@ -134,3 +145,23 @@ def test_what_was_never_touched_is_told_from_what_a_file_or_a_write_has(tmp_path
             assert not untouched(address_of(memoryview(pages)), nbytes), flags
     shared = mmap.mmap(-1, nbytes)
     assert not untouched(address_of(memoryview(shared)), nbytes)
+
+
+def test_of_a_mapping_with_a_drive_behind_it_the_memory_alone_is_populated_and_page_locked(tmp_path: Path) -> None:
+    locked: list[int] = []
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        locked.append(nbytes)
+        return 0
+
+    memory, drive = make_file(), os.open(tmp_path / "drive", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(memory, MIB)
+    os.ftruncate(drive, 4 * MIB)
+    mapping = SharedMapping(memory, 0, MIB, (drive, 4 * MIB))
+    mapping.populate()
+    cuda_device.PageLocks(SimpleNamespace(cudaHostRegister=register), mapping)
+    assert mapping.nbytes == 5 * MIB
+    assert sum(locked) == os.fstat(memory).st_blocks * 512 == MIB
+    assert not os.fstat(drive).st_blocks
+    os.close(memory)
+    os.close(drive)

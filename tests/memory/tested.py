@@ -18,6 +18,7 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
 from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
+from hetmem.ranks.memory import SharedMapping, make_file
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.formats import FORMATS, PIECE_ELEMENTS, Coding
 from hetmem.schedule.trace import Tier
@@ -50,6 +51,7 @@ __all__ = [
     "Memory",
     "NvmeStore",
     "Seen",
+    "SharedMapping",
     "SimDevice",
     "StreamCopier",
     "ThreadCopier",
@@ -63,6 +65,7 @@ __all__ = [
     "host_memory",
     "left_by_groups",
     "live_bytes",
+    "make_file",
     "nvme_io",
     "registry",
     "stream_copies",
