@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -80,6 +82,15 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     `model`. A group of ranks loads together; an error on one of them is a `PeerError` on the others, with nothing
     changed on any.
     """
+    handled = sys.exc_info()[1]
+    try:
+        return _load_whole(path, model, optimizer)
+    except BaseException as error:
+        _forget_locals(error, handled)
+        raise
+
+
+def _load_whole(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     refuse_other_than_modules(model)
     with trimmed(), all_of(model, "loading a checkpoint"), ExitStack() as open_files:
         end_saves(model)
@@ -95,6 +106,14 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
                 sharing.together("the reading of hetmem.load", load.fill, lambda _: "")
             sharing.together("the end of hetmem.load", lambda: sharing.renew_copies(model.parameters()))
         return load.extra
+
+
+def _forget_locals(error: BaseException | None, handled: BaseException | None) -> None:
+    """Have what was called and has raised `error` hold no weights and states: a program that keeps the error would.
+    What led to `handled`, which the program was handling before, stays as it is."""
+    while error is not None and error is not handled:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -459,3 +459,23 @@ def test_a_step_beside_a_save_takes_as_long_as_a_step_or_the_drive(overlap: str,
         found = saves.measured(trained, 0.6, 4)
     assert min(found.beside) <= 1.05
     assert min(found.others) <= 1.05 * min(found.alone)
+
+
+def test_the_error_of_a_failed_load_holds_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose memory the program holds would be written before the call returns."""
+    model = hetmem.manage(torch.nn.Linear(64, 64), hetmem.Budget(device="16MiB", host="16MiB"), device="sim")
+    hetmem.save(tmp_path / "file", model)
+    data = bytearray((tmp_path / "file").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(CheckpointError, match="CRC-32") as kept:
+        hetmem.load(tmp_path / "file", model)
+    real, threads = os.pwritev, set[str]()
+
+    def write(*arguments: Any) -> int:
+        threads.add(threading.current_thread().name)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    hetmem.save(tmp_path / "later", model, wait=False).wait()
+    assert threads == {"hetmem-checkpoint"}, kept

@@ -118,7 +118,7 @@ def goes_on(rank: int, count: int, folder: str) -> tuple[str, str, dict[str, tor
         errors.append(f"{raised.type.__name__}: {raised.value}")
     assert difference(before, trains.values()) == [], "something is loaded"
     assert trains.load(f"{folder}/first") == {"epoch": 3}
-    del before, raised  # else they, and their errors, hold states, which are in the file before the call returns
+    del before  # else it holds states, which are in the file before the call returns; errors hold none
     gc.collect()
     trains.write()
     again = trains.save_together(f"{folder}/again {count}", rank, count)
