@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hetmem.base.units import format_enough, format_size
+from hetmem.base.units import format_size
 from hetmem.engine.lent_memory import LentMemory
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, RawMemory, Role, address_of
@@ -66,7 +66,7 @@ class Memory:
     ranks: Ranks | None = None
     """The group of ranks that share all homes, if there are several."""
     nvme_directories: list[Path] = field(default_factory=list)
-    _parked: NvmeStore | None = None
+    parked_store: NvmeStore | None = None
     """The drive of a model that uses none but while it is parked."""
     _page_locks: tuple[int, Callable[[], None]] | None = None
     """The first byte of host memory that is page-locked, as all behind it are, and the one of `pins` that ends that."""
@@ -108,7 +108,7 @@ class Memory:
 
     def close(self) -> None:
         """End page-locking and the store's threads and files. Homes stay readable as long as tensors hold them."""
-        for store in (self.store, self._parked):
+        for store in (self.store, self.parked_store):
             if store is not None:
                 store.close()
         while self.pins:
@@ -299,59 +299,6 @@ class Memory:
             home.away.written, home.away.block = home.written, home.block
             chunk.homes[role] = home.away
 
-    def open_way_back(self, chunk: Chunk, *, gradients: bool) -> bool:
-        """Reserve host memory for all homes of `chunk`, which stays on the device, if there is room for these and, with
-        `gradients`, for its gradients. Returns whether there is."""
-        wanted = dict.fromkeys((*chunk.homes, *((Role.GRAD,) if gradients else ())))
-        if sum(map(chunk.home_nbytes, wanted)) > self.host_pool.free_bytes:
-            return False
-        for role, home in chunk.homes.items():
-            home.away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
-        return True
-
-    def borrow_way_back(self, chunks: Iterable[Chunk]) -> list[Home]:
-        """Borrow host memory, or memory of the drive where that has no room, for each home of `chunks` that has none
-        reserved there, and return what was borrowed. Raises `BudgetError`, with nothing borrowed, if none has room."""
-        found, store = dict[Home, Home](), self.store
-        for chunk in chunks:
-            for role, home in chunk.homes.items():
-                if home.tier is not Tier.DEVICE or home.away is not None:
-                    continue
-                nbytes = chunk.home_nbytes(role)
-                away = self.lent.borrow(nbytes, leaves_activations=False)
-                if away is None:
-                    store = self._drive()
-                    away = None if store is None else self.lent.borrow_on_drive(store, nbytes)
-                if away is None:
-                    for each in found.values():
-                        self.lent.give_back(each)
-                    needed = sum(_nbytes_without_way_back(each) for each in chunks)
-                    free = self.host_pool.loan_room_bytes(0)
-                    drive = 0 if store is None else self.nvme_bytes - store.reserved_bytes - store.lent_bytes
-                    on_drive = f", and the drive {format_size(drive)}" if drive else ""
-                    raise BudgetError(
-                        f"homes on the device take {format_size(needed)}, and host memory has {format_size(free)} for "
-                        f"them{on_drive}: raise Budget(host=…) by {format_enough(max(1, needed - free - drive))}"
-                    )
-                found[home] = away
-        for home, away in found.items():
-            home.away = away
-        return [*found.values()]
-
-    def _drive(self) -> NvmeStore | None:
-        """Return the store, or one for parked homes alone; None without a budget of NVMe."""
-        if self.store is not None or not self.nvme_directories:
-            return self.store
-        if self._parked is None:
-            self._parked = NvmeStore(self.nvme_directories, self.nvme_bytes)
-        return self._parked
-
-    def end_way_back(self, chunk: Chunk) -> None:
-        """Give back what `borrow_way_back` has borrowed for `chunk`, whose homes are on the device."""
-        for home in chunk.homes.values():
-            if home.away is not None and self.lent.give_back(home.away):
-                home.away = None
-
     @property
     def has_room_away(self) -> bool:
         """Whether host memory has room for all homes and gradients."""
@@ -534,11 +481,6 @@ def _roles_away(chunk: Chunk) -> dict[Role, None]:
     """Return the roles of `chunk` that need memory elsewhere before its homes may leave the device."""
     trained = any(managed.parameter.requires_grad for managed in chunk.parameters)
     return dict.fromkeys((*chunk.homes, *((Role.GRAD,) if trained else ())))
-
-
-def _nbytes_without_way_back(chunk: Chunk) -> int:
-    lost = (role for role, home in chunk.homes.items() if home.tier is Tier.DEVICE and home.away is None)
-    return sum(map(chunk.home_nbytes, lost))
 
 
 def _range(memory: RawMemory, nbytes: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from hetmem.engine.gradient_views import is_consumed, is_home_gradient, move_gra
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import is_shared, storage_references
 from hetmem.engine.runtime import Runtime
+from hetmem.engine.ways_back import borrow_ways_back, end_way_back, open_way_back
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, RawMemory, Role, elements
 from hetmem.schedule.blocks import Link
@@ -114,7 +115,7 @@ class ResidentShare:
         memory.leave_in_codes()
         with self._runtime.room.moving_homes():
             for chunk in list(memory.staying):
-                if not self._free_to_move(chunk) or not memory.open_way_back(chunk, gradients=not lends):
+                if not self._free_to_move(chunk) or not open_way_back(memory, chunk, gradients=not lends):
                     return
                 self._move_back(chunk)
                 del memory.staying[chunk]
@@ -140,7 +141,7 @@ class ResidentShare:
         `BudgetError`, and what page-locking does, with nothing borrowed."""
         memory, statistics, began = self._runtime.memory, self._runtime.statistics, self._runtime.events.now()
         try:
-            memory.page_lock_way_back(memory.borrow_way_back(chunks))
+            memory.page_lock_way_back(borrow_ways_back(memory, chunks))
         except BaseException:
             self.end_prepared(chunks)
             raise
@@ -149,7 +150,7 @@ class ResidentShare:
     def end_prepared(self, chunks: list[Chunk]) -> None:
         """Give back what `prepare` has borrowed; it stays page-locked."""
         for chunk in chunks:
-            self._runtime.memory.end_way_back(chunk)
+            end_way_back(self._runtime.memory, chunk)
 
     def leave(self, left: list[tuple[Chunk, bool]]) -> None:
         """Move the homes of chunks that `leaving` has prepared off the device."""
@@ -183,7 +184,7 @@ class ResidentShare:
                 if moved and chunk not in self._moved:
                     self._moved.append(chunk)
                 self._settle(chunk)
-                memory.end_way_back(chunk)
+                end_way_back(memory, chunk)
 
     # ---- what may move -----------------------------------------------------------------------------------------
 
