@@ -209,7 +209,7 @@ FRESH = """
 import sys, torch
 from pathlib import Path
 from tests.checkpoint.models import start
-torch.set_num_threads(2)
+torch.set_num_threads(int(sys.argv[3]))
 run = start(Path(sys.argv[1]), "nvme", seed=1, chunks=2)
 run.load(Path(sys.argv[2]))
 print([loss.hex() for loss in run.steps(3, 5)])
@@ -221,7 +221,7 @@ def test_another_process_goes_on_with_the_same_bits(forks: Forks, tmp_path: Path
     run.steps(0, BREAK)
     run.save(tmp_path / "c")
     expected = [loss.hex() for loss in run.steps(BREAK, END)]
-    done = forks.run(FRESH, str(tmp_path), str(tmp_path / "c"))
+    done = forks.run(FRESH, str(tmp_path), str(tmp_path / "c"), str(torch.get_num_threads()))
     assert (done.returncode, done.stdout.strip()) == (0, str(expected)), done.stderr
 
 
