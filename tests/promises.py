@@ -171,7 +171,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "between a forward and its backward": Mutation(
         "intercept/saved_tensors.py",
-        "if version != packed.version:",
+        "if version != managed.counter._version:",
         "if False:",
         WITHIN + "test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_torch[bf16-nvme]",
     ),
@@ -192,8 +192,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "although torch may go on with the cast of the old weight": Mutation(
         "intercept/saved_tensors.py",
-        "if version != packed.version:",
-        "if version != packed.version and not packed.is_cast:",
+        "if version != managed.counter._version:",
+        "if version != managed.counter._version and not packed.is_cast:",
         WITHIN + "test_under_autocast_that_is_an_error_too[host]",
     ),
     "between a backward and its step": Mutation(
@@ -277,8 +277,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "`ctx.w = w`": Mutation(
         "engine/param_views.py",
-        "            weight.data = managed.stand_in\n            weight.__class__ = managed.watched_kind\n",
-        "            weight.data = managed.stand_in\n",
+        "            weight.data = managed.rest\n            weight.__class__ = managed.watched_kind\n",
+        "            weight.data = managed.rest\n",
         "tests/intercept/test_saved_by_others.py::test_a_function_that_keeps_weights_on_its_context_finds_them[bf16-host]",
     ),
     "`module.to(dtype)` in forward": Mutation(
@@ -463,8 +463,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "the identity of every parameter stay": Mutation(
         "engine/param_views.py",
-        "        managed.stand_in = stand_in(home, ",
-        "        managed.stand_in = stand_in(home[:0], ",
+        "        managed.stand_in = managed.rest = stand_in(home, ",
+        "        managed.stand_in = managed.rest = stand_in(home[:0], ",
         "tests/intercept/test_identity.py::test_parameters_keep_shape_and_dtype_inside_forward[host]",
     ),
 }

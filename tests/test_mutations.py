@@ -483,8 +483,8 @@ MUTATIONS = {
     ),
     "wait for other ranks without a name": Mutation(
         "ranks/waits.py",
-        'words.set_place(rank, f"{self.place}, awaits {what}")',
-        "words.set_place(rank, self.place)",
+        'each._words.set_place(rank, f"{where}, awaits {what}")',
+        "each._words.set_place(rank, where)",
         "tests/ranks/test_turns.py::test_ranks_that_wait_for_each_other_are_an_error_that_says_where_they_are",
     ),
     "save what a step has half changed": Mutation(
