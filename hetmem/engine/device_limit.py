@@ -238,7 +238,11 @@ class DeviceRoom(ChunkLimit):
         if self._traffic.gradients.gathered_bytes and self.leaving_bytes > room:
             self._traffic.gradients.send_gathered()
         while 0 < self.leaving_bytes > room:  # activations fetched ahead last: they would be fetched again
-            if self._traffic.gradients.under_way or self.leaving or not self._give_way():
+            if self._traffic.gradients.under_way or self.leaving:
+                self._traffic.wait_for_one()
+            elif not self._give_way() and not self._traffic.gradients.await_turns():
+                if not self._anything_leaves():  # what came late on ranks stays until the backward ends
+                    return
                 self._traffic.wait_for_one()
 
     def _give_way(self) -> bool:
@@ -309,10 +313,10 @@ class DeviceRoom(ChunkLimit):
         if self._let_activations_go(missing_bytes) or self._give_way():
             return True
         self._traffic.gradients.send_gathered()
-        leaves = self._anything_leaves()
-        if leaves:
-            self._traffic.wait_for_one()
-        return leaves
+        if not self._anything_leaves():
+            return bool(self._traffic.gradients.await_turns())
+        self._traffic.wait_for_one()
+        return True
 
     def _anything_leaves(self) -> bool:
         """Return whether a transfer is in flight at whose end device memory becomes free."""

@@ -194,6 +194,8 @@ class GradientCopies:
         """Those among them of sums, which idle copies make room for: see `summed_gradients`."""
         self.send_gathered: Callable[[], None] = lambda: None
         """Sends them, as their memory, or their values at home, are needed."""
+        self.await_turns: Callable[[], bool | None] = lambda: False
+        """Waits until a gradient that waits for other ranks is sent; False if none does."""
 
     def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
         """Run `work`, which copies `nbytes` from the device to `home`, on this thread."""

@@ -16,6 +16,7 @@ from operator import attrgetter
 import torch
 
 from hetmem import torch_private
+from hetmem.base.weak import weakly
 from hetmem.engine.gradient_views import is_held, is_home, leave_gradient_to_holders, show_gradient
 from hetmem.engine.machine_sums import MachineSums
 from hetmem.engine.ranked_writes import RankedWrites
@@ -67,6 +68,9 @@ class RankedGradients:
         self._sums = None if machines is None else MachineSums(ranks, machines, self._parameters, self.writes)
         self._keeps = machines is None or machines.index == 0
         """Whether what was at home before a backward stays in the sum of this machine."""
+        runtime.traffic.gradients.await_turns = weakly(self._await_turns)
+        self._advances = False
+        """Whether gradients are being sent."""
         self._place = ExitStack()
         self._compared = False
         self.failed: BaseException | None = None
@@ -301,6 +305,14 @@ class RankedGradients:
         """Return whether so many bytes wait that this thread does, unless all wait for the end of the backward."""
         return self._bytes > self._most_bytes and self._turns.waits
 
+    def _await_turns(self) -> bool:
+        """Wait until a gradient that waits here is sent, as the device lacks room; return whether there was one."""
+        before = self._bytes
+        if self._advances or not self._turns.waits:
+            return False
+        self._wait(lambda: self._advance() or self._bytes < before, "a turn to add gradients")
+        return True
+
     def _count(self, nbytes: int) -> None:
         copies = self._copies()
         assert copies is not None
@@ -319,12 +331,16 @@ class RankedGradients:
                 went_on = True
         if went_on:
             self.go_on()  # before the others see that this backward has ended here
-        for number in turns.due():
-            if not self._compared:
-                self._compared = True
-                self.compare()
-            self._add(number)
-            went_on = True
+        self._advances = True
+        try:
+            for number in turns.due():
+                if not self._compared:
+                    self._compared = True
+                    self.compare()
+                self._add(number)
+                went_on = True
+        finally:
+            self._advances = False
         if went_on:
             self._ranks.waits.sign()
         return False

@@ -96,3 +96,31 @@ def test_states_are_zeroed_by_the_ranks_that_compute_them() -> None:
     found = ranks(2, begins_anew, 0.3)
     assert difference(found[0], ranks(2, begins_anew, 0.0)[0]) == []
     assert difference(*found) == []
+
+
+def in_a_full_device(rank: int) -> dict[str, torch.Tensor]:
+    """Training where copies take all that activations leave, so that gradients which wait for a turn lack room."""
+    program = Program()
+    budget = hetmem.Budget(device="1300KiB", host="64MiB")
+    model = hetmem.manage(program.made(), budget, device="sim", chunk_bytes="64KiB")
+    optimizer = hetmem.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        time.sleep(0.2 * (rank == 0))
+        loss_of(model, program.batch(step, rank, 0)).backward()
+        optimizer.step()
+    found = values(model, optimizer)
+    hetmem.release(model)
+    return found
+
+
+@pytest.mark.nightly
+def test_gradients_that_wait_for_their_turn_leave_the_device_when_copies_need_it() -> None:
+    """The wait for room was one for a transfer, of which there was none: two ranks hung without an error."""
+    of_ranks = ranks(2, in_a_full_device, seconds=60)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = Program().plain(2)[0]
+    torch.set_num_threads(threads)
+    for found in of_ranks:
+        assert difference(found, {name: expected[name] for name in found}) == []
