@@ -152,7 +152,7 @@ PROMISES: dict[str, Mutation | str] = {
         "intercept/coded.py",
         "if value._version != before[key]:",
         "if False:",
-        QUANTISED + "test_nothing_writes_to_a_quantised_weight[an element]",
+        QUANTISED + "test_nothing_writes_to_a_quantised_weight[out]",
     ),
     "between a step and the next forward": "keep the copies of weights that the user may have written to after a step",
     "before the first forward": Mutation(
@@ -228,9 +228,9 @@ PROMISES: dict[str, Mutation | str] = {
         EXCHANGED + "test_averages_that_are_swapped_in_for_an_evaluation_come_out_again[off-fp32-nvme]",
     ),
     "| within a forward or backward | `torch.utils.swap_tensors(p, other)`": Mutation(
-        "intercept/watched.py",
-        'for the same reason."""\n        refuse_exchange()\n',
-        'for the same reason."""\n        return torch_private.tensor_references(self)\n',
+        "intercept/faults.py",
+        "                refuse_exchange()\n",
+        "                pass\n",
         EXCHANGED + "test_a_swap_that_cannot_be_served_is_refused_and_nothing_is_lost[host]",
         costly=True,
     ),
@@ -350,7 +350,7 @@ PROMISES: dict[str, Mutation | str] = {
         "engine/runtime.py",
         "            if key != STEP:\n                self.uses.renew_held_copies()\n",
         "            if key != STEP:\n",
-        "tests/intercept/test_kept_views.py::test_a_view_that_a_module_keeps_shows_the_weight_as_it_is[detached-off-host]",
+        "tests/intercept/test_kept_views.py::test_a_view_that_a_module_keeps_shows_the_weight_as_it_is[detached-reads-off-host]",
     ),
     "A raw pointer to a weight": "bind a module's weights for one function instead of its call",
     "made by `fork()`": Mutation(

@@ -53,13 +53,6 @@ MUTATIONS = {
         "at_home = parameter.data_ptr() == managed.home_address or parameter.__dict__ is not managed.own",
         EXCHANGED + "[with_another-off-bf16-host]",
     ),
-    "miss a swap for a tensor in the same memory": Mutation(
-        "engine/write_check.py",
-        "parameter.data_ptr() == managed.home_address and parameter.__dict__ is managed.own",
-        "parameter.data_ptr() == managed.home_address",
-        EXCHANGED + "[by_a_state_dict-off-bf16-host]",
-        costly=True,
-    ),
     "pass no border on in the backwards of micro-batches": Mutation(
         "accumulation/order.py",
         "            for _ in range(times):\n                self._baton.pass_on(number)\n",
@@ -254,20 +247,6 @@ MUTATIONS = {
         "if self._traffic.copy_counts(managed.chunk):",
         "tests/intercept/test_kept_views.py::"
         "test_a_step_of_torch_that_a_drive_did_not_let_be_noted_is_not_undone_by_data_that_a_module_keeps",
-    ),
-    "leave weights bound where no hook tells of the end of a forward": Mutation(
-        "intercept/interceptor.py",
-        "            self._break_off(compute)\n",
-        "            pass\n",
-        "tests/engine/test_interrupts.py::"
-        "test_weights_are_at_home_as_soon_as_an_interrupt_is_raised[before a layer-host-16KiB]",
-    ),
-    "miss the begin of a forward behind one that an interrupt has ended": Mutation(
-        "intercept/hooks.py",
-        "HERE.ident and where is not None and where() is not module:\n",
-        "HERE.ident and where is not None:\n",
-        "tests/intercept/test_whole.py::"
-        "test_a_forward_right_after_one_that_has_ended_without_a_word_has_what_was_written_between",
     ),
     "update twice when a failed step is repeated": Mutation(
         "optim/step.py",
